@@ -20,13 +20,10 @@ def main():
         source = FlatTokensConfig(**config, mixture=()) if flat else HuggingFaceConfig(**config)
         loader = source.open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
         loader.position = request.get("positions", {}).get(str(host))
-        rows = [
-            {
-                part.index[0].indices(shape[0])[0]: np.asarray(part.data).tolist()
-                for part in batch.targets.addressable_shards
-            }
-            for _, batch in loader.from_step(*request["steps"])
-        ]
+        rows = []
+        for _, batch in loader.from_step(*request["steps"]):
+            parts = {p.index[0].indices(shape[0])[0]: p for p in batch.targets.addressable_shards}
+            rows.append({first: np.asarray(part.data).tolist() for first, part in parts.items()})
     print(json.dumps({"host": host, "rows": rows, "position": loader.position}))
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import operator
 import os
 import re
 from typing import NamedTuple
@@ -52,10 +53,9 @@ def _source_lines(text: str, own: tuple[str, ...]) -> dict[str, str]:
             name = files[re.search(r"file_name_id=(\d+)", location)[1]]
             if (file := os.path.basename(name)) in own:
                 line = re.search(r" line=(\d+)", location)[1]
-                qualified = tables["FunctionNames"][
-                    re.search(r"function_name_id=(\d+)", location)[1]
-                ]
-                *_, function = re.findall(r"(?:^|\.)(\w+)", qualified.strip('"'))
+                function = re.search(r"function_name_id=(\d+)", location)[1]
+                qualified = tables["FunctionNames"][function].strip('"')
+                *_, function = re.findall(r"(?:^|\.)(\w+)", qualified)
                 lines[start] = f"{file}:{line} {function}"
                 break
             frame = str(int(parent) - 1)
@@ -76,6 +76,9 @@ def _axes(groups: str, mesh: dict[str, int]) -> tuple[str, ...]:
     return tuple(sorted(a for a in mesh if len({place[a] for place in places}) > 1))
 
 
+CALLED = re.compile(r"(?:calls|to_apply|condition|computations)=({.*?}|%[^,) ]+)")
+
+
 def _trip_counts(text: str) -> dict[str, int]:
     """Computation -> how often it runs, the product of the trip counts of the loops around it."""
     inside, here = {}, ""
@@ -85,9 +88,7 @@ def _trip_counts(text: str) -> dict[str, int]:
         elif match := re.search(r" while\(.*body=%([\w.-]+)", line):
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             inside[match[1]] = here, int(known[1]) if known else OFTEN
-        for names in re.findall(
-            r"(?:calls|to_apply|condition|computations)=({.*?}|%[^,) ]+)", line
-        ):
+        for names in CALLED.findall(line):
             for called in re.findall(r"%([\w.-]+)", names):
                 inside.setdefault(called, (here, 1))
 
@@ -107,10 +108,7 @@ def between_slices(text: str) -> collections.Counter[str]:
     return collections.Counter(kind.lower().replace("_", "-") for n, kind in sizes if n > LARGE)
 
 
-FILES = (
-    "train.py",
-    *(f.name for folder in ("variants", "kernels") for f in ROOT.glob(f"{folder}/*.py")),
-)
+FILES = "train.py", *(f.name for d in ("variants", "kernels") for f in ROOT.glob(f"{d}/*.py"))
 
 
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
@@ -160,13 +158,9 @@ def unexplained(transfers, program):
     left = []
     for collective in sorted(program, key=lambda c: c.merged):
         loose = collective.merged and collective.kind == "all-reduce"
-        key = ("kind", "axes", "elements", *(() if loose else ("phase", "line")))
-        same = [
-            r
-            for r in rows
-            if all(getattr(r, k) == getattr(collective, k) for k in key)
-            and r.at_least <= collective.times <= r.times
-        ]
+        key = operator.attrgetter("kind", "axes", "elements", *([] if loose else ["phase", "line"]))
+        same = [r for r in rows if key(r) == key(collective)]
+        same = [r for r in same if r.at_least <= collective.times <= r.times]
         if same:
             rows.remove(same[0])
         else:
@@ -193,24 +187,19 @@ def unexplained_on_tpu(transfers, program, mesh):
         axes = tuple(sorted(a for a in row.axes if mesh[a] > 1))
         return row.kind, axes, row.elements, row.times > 1
 
-    pieces, actual, padded = set(), collections.Counter(), []
-    for each in program:
-        if each.chain:
-            if each.chain in pieces:
-                continue
-            pieces.add(each.chain)
-        if each.padded:
-            padded.append(key(each))
-        elif key(each)[1]:
-            actual[key(each)] += 1
+    pieces: dict[str | int, Collective] = {}  # the first of each chain
+    for i, each in enumerate(program):
+        pieces.setdefault(each.chain or i, each)
+    padded = [key(each) for each in pieces.values() if each.padded]
+    others = [key(each) for each in pieces.values() if not each.padded]
+    actual = collections.Counter(row for row in others if row[1])
     rows = collections.Counter(key(row) for row in transfers if key(row)[1])
     left, actual = rows - actual, actual - rows
 
     for kind, axes, elements, loop in padded:
         n = math.prod(mesh[axis] for axis in axes)
-        for row in [
-            row for row in left if (row[0], row[1], row[3]) == ("reduce-scatter", axes, loop)
-        ]:
+        scatter = "reduce-scatter", axes, loop
+        for row in [row for row in left if (*row[:2], row[3]) == scatter]:
             # The padding is behind the last part, so the edges of the other parts move.
             size = (elements - row[2]) * (n - 1) // n
             edges = [

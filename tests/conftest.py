@@ -36,6 +36,13 @@ def own_metadata():
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def in_f32():
     """train.py, computing in f32, so that meshes differ only by rounding."""
     with computing_in("f32"):

@@ -31,9 +31,7 @@ def check(file: str, case: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def raises(
-    file: str, case: str, kind: type | tuple, replaced: tuple[str, str] = ("", "")
-) -> Iterator[None]:
+def raises(file: str, case: str, kind: type | tuple, replaced=("", "")) -> Iterator[None]:
     """Expects an error of this kind, and compares its text, in which a path may be replaced."""
     with pytest.raises(kind) as error:
         yield

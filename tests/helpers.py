@@ -35,9 +35,7 @@ def mesh(*sizes: int) -> jax.sharding.Mesh:
     return make_mesh(axes(*sizes))
 
 
-def compose_config(
-    name: str, *overrides: str, folder: str = "configs", schema: type = train.Config
-) -> "train.Config":
+def compose_config(name, *overrides, folder="configs", schema=train.Config) -> "train.Config":
     with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
         composed = compose(name, overrides=list(overrides))
     return load(schema, OmegaConf.to_container(composed, resolve=True))
@@ -132,9 +130,8 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
 
 def assert_close(actual, expected, tolerance):
     """Checks each array's largest error, relative to its largest expected entry."""
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(leaves, jax.tree.leaves(expected), strict=True):
         scale = np.abs(b).max() + 1e-12
         error = np.abs(a - b).max() / scale
         assert error < tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.1e} of {scale}"

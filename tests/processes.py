@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,16 +35,10 @@ def slurm(job: int, process: int, count: int) -> dict[str, Any]:
     return {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost"} | counts | place
 
 
-def start_hosts(
-    count: int,
-    devices: int,
-    command: Callable[[int], list[str]],
-    output: str = "",
-    cluster: Callable[..., dict[str, Any]] = slurm,
-    **settings: str,
-) -> list[subprocess.Popen]:
+def start_hosts(count, devices, command, output="", cluster=slurm, **settings):
     """Starts Python processes with `devices` CPU devices each, which find each other by a cluster's
-    environment variables. Host i prints to `<output>.<i>`, or to a pipe if `output` is empty."""
+    environment variables. Host i runs `command(i)` and prints to `<output>.<i>`, or to a pipe if
+    `output` is empty."""
     job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
     flags = f"--xla_force_host_platform_device_count={devices} "
     settings["XLA_FLAGS"] = flags + settings.pop("flags", QUICK_COMPILES)
@@ -55,10 +48,8 @@ def start_hosts(
             out = files.enter_context(open(f"{output}.{i}", "w")) if output else subprocess.PIPE
             found = {name: str(value) for name, value in cluster(job, i, count).items()}
             error = subprocess.STDOUT if output else subprocess.PIPE
-            full, env = [sys.executable, *command(i)], os.environ | settings | found
-            hosts.append(
-                subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=error, text=True)
-            )
+            env = os.environ | settings | found
+            hosts.append(python_at_work(*command(i), env=env, stdin=None, stdout=out, stderr=error))
     return hosts
 
 

@@ -5,8 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import types
 from typing import ClassVar
 
 import jax
@@ -52,11 +50,9 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 9, 11]
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert rows[-1]["validation_loss"] < rows[0]["loss"] - 1
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert config["training"]["steps"] == 12
-    assert config["training"]["steps_for_lr"] == 100
-    written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"run"}, "nothing else is written"
+    training = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]
+    assert (training["steps"], training["steps_for_lr"]) == (12, 100)
+    assert [*tmp_path.iterdir()] == [tmp_path / "run"], "nothing else is written"
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
@@ -125,9 +121,9 @@ def jobs(train_here, monkeypatch):
     """Returns a function that runs a sweep, and returns its jobs and its exit message."""
     monkeypatch.setattr("runtime.program.subprocess.Popen", Job)
 
-    def run(*arguments):
+    def run(*arguments, **options):
         monkeypatch.setattr(Job, "started", [], raising=False)
-        _, message = train_here(*arguments)
+        _, message = train_here(*arguments, **options)
         return Job.started, message
 
     return run
@@ -175,14 +171,13 @@ def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
 NUMBERS = ["null", "1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]
 
 
-def test_a_text_reaches_a_run_as_typed(tmp_path, train_here, monkeypatch):
+def test_a_text_reaches_a_run_as_typed(tmp_path, train_here, jobs):
     """Names that Hydra or YAML would read as numbers, and what a message says to write in place of
     one that Hydra can't read; in a sweep, and as a resumed run's checkpoint has it."""
-    configs, jobs = [], []
+    configs, start = [], ("--config-name=local_test_synthetic", "paths.clone_from=0.10")
     main = program(train.Config, "configs", names="paths.model_name")(configs.append)
 
     def given(*overrides):
-        start = "--config-name=local_test_synthetic", "paths.clone_from=0.10"
         return train_here(*start, *overrides, program=main)[1]
 
     refused = ["it's", "{x}", "a,b", "1,2", 'a"b']
@@ -197,22 +192,16 @@ def test_a_text_reaches_a_run_as_typed(tmp_path, train_here, monkeypatch):
         assert kept["model_name"] == configs[-1].paths.model_name == name
         assert kept["clone_from"] == "0.10"
 
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [local_test_synthetic, _self_]\npaths: {model_name: 2024_1_11}\n"
-    )
+    mine = "defaults: [local_test_synthetic, _self_]\npaths: {model_name: 2024_1_11}\n"
+    (tmp_path / "mine.yaml").write_text(mine)
     message = given("--config-dir", str(tmp_path), "--config-name=mine")
     assert "paths.model_name=2024111: Input should be a valid string; quote text" in message
-
-    def started(command):
-        jobs.append(command[-3:])
-        return types.SimpleNamespace(wait=lambda: 0)
-
-    monkeypatch.setattr(subprocess, "Popen", started)
     before = [*map(signal.getsignal, STOPS)]
-    assert not given("--multirun", f"paths.model_name={','.join(NUMBERS)}")
-    assert [*map(signal.getsignal, STOPS)] == before
-    for number, job in zip(NUMBERS, jobs, strict=True):
-        assert not given(*job)
+    names = f"paths.model_name={','.join(NUMBERS)}"
+    made, message = jobs(*start, "--multirun", names, program=main)
+    assert not message and [*map(signal.getsignal, STOPS)] == before
+    for number, job in zip(NUMBERS, made, strict=True):
+        assert not given(*job.arguments[-3:])
         assert configs[-1].paths.model_name == f"{number}/0"
 
 
@@ -385,9 +374,8 @@ def test_the_probe_explains_a_wrong_edit(case):
 
 def test_a_mistake_of_the_probe_is_not_taken_for_one_of_the_source(monkeypatch):
     monkeypatch.setattr(layout, "SCOPE", None)
-    with pytest.raises(
-        UserError, match=r"\nlayout.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
-    ):
+    found = r"\nlayout.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
+    with pytest.raises(UserError, match=found):
         preflight.check_types(train, config_of(train))
 
 

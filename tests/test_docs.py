@@ -21,6 +21,7 @@ from runtime.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
 from tests.helpers import ROOMS, ROOT, compose_config, edited, slow_but_for
+from tests.processes import python
 from tools.audit import __main__ as audit
 from tools.audit import text as audit_text
 from tools.audit.step import audit_step, probe
@@ -71,14 +72,11 @@ def test_commands_have_the_options_that_are_shown(page):
 
 def test_the_sizes_in_the_readme():
     """Compares with `make size`, to 3%."""
-    printed = subprocess.check_output([sys.executable, ".ci/size.py"], cwd=ROOT, text=True)
-    counts = {name: int(n) for n, name in re.findall(r"^ *(\d+) ([\w.]+)$", printed, re.M)}
+    sizes = re.findall(r"^ *(\d+) ([\w.]+)$", python(".ci/size.py").stdout, re.MULTILINE)
+    counts = {name: int(n) for n, name in sizes}
     text = " ".join((ROOT / "README.md").read_text().split())
-    stated = re.search(
-        r"train.py has ([\d,]+) lines of code and shardlib/ ([\d,]+); .* it is ([\d,]+), "
-        r"and ([\d,]+) more are tests",
-        text,
-    )
+    sentence = "train.py has # lines of code and shardlib/ #; .* it is #, and # more are tests"
+    stated = re.search(sentence.replace("#", r"([\d,]+)"), text)
     product = ["train.py", *ROOMS, "benchmarks"]
     total = sum(counts[name] for name in product)
     exact = counts["train.py"], counts["shardlib"], total, counts["tests"]
@@ -91,9 +89,10 @@ def without_numbers(text):
     return {re.sub(r"[\d.,:]+", "#", line).strip() for line in text.splitlines()}
 
 
-@pytest.mark.parametrize(
-    "steps", [pytest.param(10, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.long)]
-)
+STEPS = [pytest.param(10, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("steps", STEPS)
 def test_the_first_hour(steps, tmp_path):
     """Runs the README's commands in a copy of the repository; some six minutes, or two with fewer
     steps. None prints a warning."""
@@ -140,8 +139,7 @@ def test_the_excerpt_in_the_readme_is_from_train():
     assert all(line in [*source, "..."] for line in excerpt.splitlines())
 
 
-def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_the_format_runs(here):
     page = (ROOT / "docs/flat_tokens.md").read_text()
     scope = {}
     exec(page.split("```python\n")[1].split("```")[0], scope)
@@ -150,8 +148,7 @@ def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
     assert arrays == {name: str(scope["dataset"].group[name][:].tolist()) for name in arrays}
 
 
-def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_a_checkpoint_runs(here, capsys):
     page = (ROOT / "docs/checkpoints.md").read_text()
     config = compose_config("local_test_synthetic", "paths.model_name=x")
     settings = train.state_type(config), train.dimensions(config), "", 4
@@ -244,8 +241,7 @@ def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
 @pytest.mark.parametrize("command", as_shown("compile"))
 def test_the_compiler_says_what_the_page_shows(command):
     """Compares to 3%, since compiler versions differ. UPDATE_GOLDEN=1 updates the page instead."""
-    arguments, shown = [sys.executable, *shlex.split(command)[1:]], TAKES_LONG[command]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    shown, done = TAKES_LONG[command], python(*shlex.split(command)[1:])
     assert not done.returncode, done.stderr
     print(done.stdout)
     if pages.UPDATE:
@@ -264,9 +260,8 @@ def test_the_compiler_says_what_the_page_shows(command):
 @pytest.mark.parametrize("command", as_shown("plan"))
 def test_the_plan_is_the_one_that_the_page_shows(command):
     """UPDATE_GOLDEN=1 updates the page."""
-    arguments, path = [sys.executable, *shlex.split(command)[1:]], ROOT / "docs/audit.md"
-    count = TAKES_LONG[command].count("\n") - 1  # the last line is "..."
-    printed = subprocess.check_output(arguments, cwd=ROOT, text=True).splitlines()[:count]
+    path, count = ROOT / "docs/audit.md", TAKES_LONG[command].count("\n") - 1  # and then "..."
+    printed = python(*shlex.split(command)[1:]).stdout.splitlines()[:count]
     if pages.UPDATE:
         now = "\n".join([*printed, "...", ""])
         path.write_text(path.read_text().replace(TAKES_LONG[command], now))
@@ -328,17 +323,14 @@ def test_the_figures_in_the_page_of_the_audit_are_the_audits():
 
 
 RATE = 790e12  # FLOP/s of a large product on an H200, from docs/performance.md
-H200_ROWS = re.findall(
-    r"^\| (\w+) \| ([\d,]+) \| (\d) \| ([\d,]+) \| ([\d.]+) \| (\d+)% \| (\d+) \|",
-    (ROOT / "docs/performance.md").read_text(),
-    re.MULTILINE,
-)
+H200_ROW = r"^\| (\w+) \| ([\d,]+) \| (\d) \| ([\d,]+) \| ([\d.]+) \| (\d+)% \| (\d+) \|"
+H200_ROWS = re.findall(H200_ROW, (ROOT / "docs/performance.md").read_text(), re.MULTILINE)
 assert H200_ROWS
 
 
 @pytest.mark.parametrize("row", slow_but_for(H200_ROWS[:1], H200_ROWS))
 def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
-    model, length, microbatches, products, floor, mfu, holds = row
+    model, length, microbatches, *stated = row  # TFLOP, seconds, MFU and GB
     length = int(pages.value(length))
     config = compose_config(
         *("pretrain", f"model={model}", "hardware=a100x1", "paths.model_name=x"),
@@ -349,13 +341,9 @@ def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
     result = audit_step(config, probe(config), chip)
     flops = audit_text.total_of(result["products"])
     seconds = flops / RATE
-    for exact, number in (
-        (flops / 1e12, products),
-        (seconds, floor),
-        (100 * result["model_flops"] / chip.flops / seconds, mfu),
-        (result["peak"] / 1e9, holds),
-    ):
-        assert pages.rounds_to(exact, number), (row, exact)
+    mfu = 100 * result["model_flops"] / chip.flops / seconds
+    exact = flops / 1e12, seconds, mfu, result["peak"] / 1e9
+    assert all(map(pages.rounds_to, exact, stated)), exact
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -24,17 +24,7 @@ from shardlib.errors import ShardTypeError, UserError
 from shardlib.mesh import abstract_mesh
 from tests import helpers, mutations, oracle, pages
 from tests.files import rows
-from tests.helpers import (
-    ROOMS,
-    ROOT,
-    SMALL,
-    assert_close,
-    compose_config,
-    edited,
-    plain,
-    small_run,
-    token_batch,
-)
+from tests.helpers import ROOMS, ROOT, SMALL, assert_close, edited, plain
 from tests.tools import test_check, test_generate
 from tools import huggingface_weights as weights_tool
 
@@ -94,9 +84,12 @@ def apply_all(section, tree, patches=None):
             shell(text, tree)
 
 
-def walk(train_here, section, tree):
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTION)
+def test_the_page_shows_what_happens(section, tree, train_here, monkeypatch):
     """Applies the edits of a section and runs its commands, in order, and compares their outputs
-    with the page. Returns the section, with outputs of now under UPDATE_GOLDEN=1."""
+    with the page. UPDATE_GOLDEN=1 writes into the page what is printed now."""
+    monkeypatch.chdir(tree)
     text, printed = SECTION[section], []
     for name, block in BLOCK.findall(text):
         if name:
@@ -113,15 +106,6 @@ def walk(train_here, section, tree):
             text = text.replace(block, pages.updated(block, printed))
         else:
             assert not pages.missing(block, printed)
-    return text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", SECTION)
-def test_the_page_shows_what_happens(section, tree, train_here, monkeypatch):
-    """UPDATE_GOLDEN=1 writes into the page what is printed now."""
-    monkeypatch.chdir(tree)
-    text = walk(train_here, section, tree)
     if pages.UPDATE:
         PAGE.write_text(PAGE.read_text().replace(SECTION[section], text))
 
@@ -151,22 +135,18 @@ class Places(NamedTuple):
     z_cost: float = 0.0
 
 
+TRAINED = [([*list(SECTION)[:5], "An average of the weights"], PIPELINE), (["Gemma 3"], GEMMA)]
+TRAINED += [(["Places for experts"], EXPERTS), (["Two tokens at once"], ("model.layers=1",))]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "sections, settings",
-    [
-        ([*list(SECTION)[:5], "An average of the weights"], PIPELINE),
-        (["Places for experts"], EXPERTS),
-        (["Two tokens at once"], ("model.layers=1",)),
-        (["Gemma 3"], GEMMA),
-    ],
-)
+@pytest.mark.parametrize("sections, settings", TRAINED)
 def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, train_here):
     for section in sections:
         apply_all(section, tree)
     with imported_from(tree):
         program = importlib.import_module("train").main
-        run = small_run(tmp_path, "training.steps=8", *settings)
+        run = helpers.small_run(tmp_path, "training.steps=8", *settings)
         _, message = train_here(*run, program=program)
     assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
@@ -186,13 +166,13 @@ def loss_and_grads(tree, *overrides, seed=0):
         targets = rng.integers(1, 48, shape).astype(np.uint32)
         is_start = rng.random(shape) < 2 / shape[1]
         targets[7, -3:] = 0
-        batch = token_batch(module.TokenBatch, targets, is_start, 0)
+        batch = helpers.token_batch(module.TokenBatch, targets, is_start, 0)
+
+        stored, total = module.Stored, module.f32[""]
 
         @jax.jit
         @module.typed_shard_map
-        def run(
-            weights: module.Stored, batch: module.TokenBatch
-        ) -> tuple[module.f32[""], module.Stored]:
+        def run(weights: stored, batch: module.TokenBatch) -> tuple[total, stored]:
             sums, count, grads = module.loss_and_grads(weights, batch, config)
             return sums["loss"] / count, grads
 
@@ -256,6 +236,8 @@ def test_a_term_of_the_loss_is_the_oracles(tree):
     assert_equals(with_squares, *loss_and_grads(tree, "training.loss_chunks=2"))
 
 
+# Expressions of the oracle.
+SILU = "gate / (1 + jnp.exp(-gate)) * up"
 QUERIES = "all_queries[:, :, q], position, max_timescale)"
 # The edit of the oracle for a section, and settings to compare with.
 ORACLES = {
@@ -264,7 +246,7 @@ ORACLES = {
         [
             ('h, layer["w_gate"], ', "h, 0, "),
             ("gate, up = x @ gate, x @ up", "up = x @ up"),
-            ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
+            (f"({SILU})", "jnp.where(up > 0, up, 0) ** 2"),
         ],
         {"training.tokens.len": 192, "model.sliding_window": 40},
     ),
@@ -282,17 +264,13 @@ def test_an_edit_is_the_oracles(section, tree):
     assert_equals(edited("tests/oracle.py", *edits), *results, window=window)
 
 
-@pytest.mark.parametrize(
-    "line, mistaken",
-    [
-        ('    heat: f32["Q K/t", gain]', "    # "),
-        ('f32["Q K/t", gain]', 'f32["Q K/t"]'),
-        ('f32["Q K/t", gain]', 'f32["Q K", gain]'),
-        ('f32["Q K/t", gain]', 'f32["Q K/t H", gain]'),
-        ("w.heat[:, :, None]", "w.heat"),
-        (".heat[:, :, None]).astype(q.dtype)", ".heat[:, :, None])"),
-    ],
-)
+HEAT = 'f32["Q K/t", gain]'
+FORGOTTEN = [(f"    heat: {HEAT}", "    # "), (HEAT, 'f32["Q K/t"]'), (HEAT, 'f32["Q K", gain]')]
+FORGOTTEN += [(HEAT, 'f32["Q K/t H", gain]'), ("w.heat[:, :, None]", "w.heat")]
+FORGOTTEN += [(".heat[:, :, None]).astype(q.dtype)", ".heat[:, :, None])")]
+
+
+@pytest.mark.parametrize("line, mistaken", FORGOTTEN)
 def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tree):
     apply("temperature", tree)
     source = (tree / "train.py").read_text()
@@ -346,10 +324,7 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
         "tests/oracle.py",
         ("def normalize(", narrow.replace("BACKWARD", backward)),
         ("gate, up = x @ gate, x @ up", "gate, up = narrow(x, gate), narrow(x, up)"),
-        (
-            "(gate / (1 + jnp.exp(-gate)) * up) @ down.T",
-            "narrow(gate / (1 + jnp.exp(-gate)) * up, down.T)",
-        ),
+        (f"({SILU}) @ down.T", f"narrow({SILU}, down.T)"),
     )
     rounds = "s/if compute.dtype == f32.dtype:/if False:/"  # although the test computes in f32
     shell(f"sed -i.bak '{rounds}' train.py", tree)
@@ -415,11 +390,8 @@ def test_the_check_accepts_an_edit(section, tree):
     assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
-PIPELINES = [
-    ("{d: 2, t: 2, p: 2, c: 2}", 8, 1),
-    ("{d: 4, t: 2, p: 2, r: 2}", 2, 2),
-    ("{d: 4, t: 2, p: 4}", 4, 1),
-]
+PIPELINES = [("{d: 2, t: 2, p: 2, c: 2}", 8, 1), ("{d: 4, t: 2, p: 2, r: 2}", 2, 2)]
+PIPELINES += [("{d: 4, t: 2, p: 4}", 4, 1)]
 
 
 @pytest.mark.slow
@@ -442,16 +414,13 @@ def test_the_check_refuses_a_wrong_pipeline(tree):
     assert code == 1 and "the numbers of " in printed, printed
 
 
+LIMITS = [("{d: 4, t: 2, r: 2}", 1, None), ("{d: 2, t: 2, c: 2}", 1, 3)]
+LIMITS += [("{d: 2, t: 2, c: 2}", None, None)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("patches", [["places"], ["places", "experts"]])
-@pytest.mark.parametrize(
-    "mesh, capacity, group",
-    [
-        ("{d: 4, t: 2, r: 2}", 1, None),
-        ("{d: 2, t: 2, c: 2}", 1, 3),
-        ("{d: 2, t: 2, c: 2}", None, None),
-    ],
-)
+@pytest.mark.parametrize("mesh, capacity, group", LIMITS)
 def test_experts_with_places_are_the_oracles(tree, mesh, capacity, group, patches):
     """Compares a layer in which some choices find no place, if there is a limit."""
     apply_all("Places for experts", tree, patches)
@@ -473,7 +442,7 @@ def test_the_average_of_the_weights_is_numpys(tree):
         overrides = "model.vocab=48", "training.average_decay=0.25", "training.grad_clip=1"
         config = helpers.config_of(module, *SMALL, *overrides, folder=tree / "configs")
         targets = np.random.default_rng(0).integers(1, 48, (8, 12)).astype(np.uint32)
-        batch = token_batch(module.TokenBatch, targets, np.zeros((8, 12), bool), 0)
+        batch = helpers.token_batch(module.TokenBatch, targets, np.zeros((8, 12), bool), 0)
         with jax.set_mesh(helpers.mesh(4, 2, 2)):
             state = module.init_state(config)
             expected = before = plain(jax.device_get(state.weights))
@@ -488,12 +457,10 @@ def test_the_average_of_the_weights_is_numpys(tree):
 
 
 @pytest.mark.slow
-def test_the_average_is_validated_generated_from_and_exported(
-    tree, tmp_path, train_here, monkeypatch
-):
+def test_the_average_is_validated_sampled_and_exported(tree, tmp_path, train_here, monkeypatch):
     apply("average", tree)
     settings = "training.steps=4", "training.warmup_steps=0", "training.validation_interval=4"
-    arguments = small_run(tmp_path, *settings, "training.validation_batches=2", "dtype=f32")
+    arguments = helpers.small_run(tmp_path, *settings, "training.validation_batches=2", "dtype=f32")
     run = tmp_path / "run"
     with imported_from(tree):
         module = importlib.import_module("train")
@@ -505,10 +472,8 @@ def test_the_average_is_validated_generated_from_and_exported(
         with jax.set_mesh(helpers.mesh(1, 1)), in_f32:
             checkpoints, config = model.open_checkpoint(str(run / "checkpoints"))
             _, held_out = sources.open_batches(config, module.dimensions(config))
-            losses = [
-                float(module.validate(config, checkpoints.restore(part), held_out[""]))
-                for part in ("average", "weights")
-            ]
+            parts = map(checkpoints.restore, ("average", "weights"))
+            losses = [float(module.validate(config, part, held_out[""])) for part in parts]
         weights = importlib.import_module("tools.huggingface_weights")
         weights.export_weights(str(run / "checkpoints"), str(tmp_path / "exported"), "float32")
         (folder,) = (run / "checkpoints").glob("0*")
@@ -579,10 +544,7 @@ def gemma_oracle():
             "        shown = (sees, max_timescale) if i % 6 == 5 else (near, 10_000)\n"
             "        y = attend(h, layer, position, *shown)",
         ),
-        (
-            "(gate / (1 + jnp.exp(-gate)) * up)",
-            "(gate / 2 * (1 + jnp.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up)",
-        ),
+        (SILU, "gate / 2 * (1 + jnp.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up"),
     )
 
 
@@ -603,8 +565,9 @@ def gemma_modules(tree):
 
 def test_gemma_3_1b_has_as_many_weights_as_googles(tree):
     module, *_ = gemma_modules(tree)
-    overrides = "model=gemma3_1b", "flat_tokens.filespec=x", "paths.model_name=x"
-    config = compose_config("pretrain", *overrides, folder=tree / "configs", schema=module.Config)
+    settings = "model=gemma3_1b", "flat_tokens.filespec=x", "paths.model_name=x"
+    options = {"folder": tree / "configs", "schema": module.Config}
+    config = helpers.compose_config("pretrain", *settings, **options)
     with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh.axes)):
         kinds = module.state_type(config).weights
         shapes = module.make_shapes(kinds, module.dimensions(config))
@@ -627,17 +590,12 @@ def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
     module, _, config = gemma_modules(tree)
     kinds = {"sliding_attention": 10_000.0, "full_attention": 100.0}
     torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM._from_config(
-        transformers.Gemma3TextConfig(
-            **{name: getattr(config.model, ours) for name, ours in weights_tool.MODEL.items()},
-            num_attention_heads=16,
-            head_dim=4,
-            query_pre_attn_scalar=256,
-            sliding_window=5,
-            rope_parameters={k: {"rope_type": "default", "rope_theta": kinds[k]} for k in kinds},
-        ),
-        attn_implementation="eager",
-    )
+    sizes = {name: getattr(config.model, ours) for name, ours in weights_tool.MODEL.items()}
+    sizes |= {"num_attention_heads": 16, "head_dim": 4, "query_pre_attn_scalar": 256}
+    ropes = {k: {"rope_type": "default", "rope_theta": kinds[k]} for k in kinds}
+    described = transformers.Gemma3TextConfig(**sizes, sliding_window=5, rope_parameters=ropes)
+    make = transformers.Gemma3ForCausalLM._from_config
+    model = make(described, attn_implementation="eager")
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.2)

@@ -1,8 +1,6 @@
 """Tests that a program with a config, whatever its overrides, runs or ends with one message and no
 output."""
 
-import contextlib
-import io
 import json
 import random
 import shutil
@@ -108,18 +106,6 @@ def hangs(*_):
     raise Hangs
 
 
-def ends(program, arguments):
-    """Runs a program. Returns its exit message or code, or "" if it ran, and what it printed."""
-    sys.argv[1:] = arguments
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        try:
-            program()
-        except SystemExit as stop:
-            return stop.code or "", printed.getvalue()
-    return "", printed.getvalue()
-
-
 def on_disk(folder):
     """Returns the time and the size of each file in a folder, except those of JAX's cache."""
     found = {}
@@ -130,14 +116,14 @@ def on_disk(folder):
     return found
 
 
-def attempt(folder, copy, main, arguments, named):
+def attempt(ended, folder, copy, main, arguments, named):
     """Runs a program, and returns whether it ran. If it is refused, checks that the message has one
     of the names, and that nothing was written."""
     before = on_disk(folder)
     signal.signal(signal.SIGALRM, hangs)
     signal.alarm(SECONDS)
     try:
-        message, printed = ends(main, arguments)
+        out, errors, message = ended(main, *arguments)
     finally:
         signal.alarm(0)
         changed = {path for path, _ in before.items() ^ on_disk(folder).items()}
@@ -146,9 +132,9 @@ def attempt(folder, copy, main, arguments, named):
         if changed:
             shutil.copytree(copy, folder, dirs_exist_ok=True)
     if message == 2:  # Hydra's or argparse's, of an option
-        assert "usage: " in printed and "error: " in printed
+        assert "usage: " in errors and "error: " in errors
     elif message == 1:  # it has printed what is wrong
-        assert "error: " in printed
+        assert "error: " in out + errors
     elif message:
         assert message.startswith("error: ") and any(name in message for name in named), message
         assert "Traceback" not in message and "object at 0x" not in message, message
@@ -167,7 +153,7 @@ def no_cluster(**_):
 
 @pytest.mark.parametrize("examples", [8, pytest.param(MANY, marks=pytest.mark.long)])
 @pytest.mark.parametrize("module", PROGRAMS)
-def test_a_program_with_a_config(module, examples, folder, monkeypatch):
+def test_a_program_with_a_config(module, examples, folder, ended, monkeypatch):
     """Tries the same few each time, or 500 others as a long test."""
     schema, start = PROGRAMS[module]
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
@@ -180,10 +166,10 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     make, rng = override(schema), random.Random(0 if examples < MANY else time.time_ns())
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
-        assert attempt(folder, copy, module.main, start, [""])
+        assert attempt(ended, folder, copy, module.main, start, [""])
         for _ in range(examples):
             texts, named = zip(*(make(rng) for _ in range(rng.choice([1, 1, 2]))), strict=True)
             flags = rng.choices(FLAGS, k=rng.choice([0, 0, 0, 1, 2]))
+            named = named[0] if len(texts) == 1 and not flags else [""]
             print(given := [*flags, *start, *texts])
-            alone = len(texts) == 1 and not flags
-            attempt(folder, copy, module.main, given, named[0] if alone else [""])
+            attempt(ended, folder, copy, module.main, given, named)

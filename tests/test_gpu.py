@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 import train
-from checks import preflight
 from kernels import attention
 from runtime.run import compile_step
-from shardlib.mesh import abstract_mesh
 from tests import compiled
-from tests.helpers import assert_close, mesh, small_config, small_run
+from tests.helpers import mesh, small_config, small_run
 from tests.processes import python
-from tests.test_train import expected, loss_and_grads, random_rows
-from tools.audit import memory
-from tools.audit.ledger import ledger
+from tests.test_same_program import program, training
+from tests.test_train import assert_agree, expected, loss_and_grads, random_rows
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 1024, 1, 8, 128), (1, 8192, 1, 2, 128), (2, 512, 4, 2, 64)]
@@ -32,10 +29,9 @@ def test_there_is_a_gpu():
 
 def test_loss_and_gradients_are_close_to_the_oracles():
     with jax.default_matmul_precision("highest"):
-        expected_loss, _, expected_grads = expected()
-    loss, _, grads = loss_and_grads(train, small_config(), *random_rows(), mesh(1, 1))
-    np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
-    assert_close(grads, expected_grads, 5e-2)
+        wanted = expected()
+    actual = loss_and_grads(train, small_config(), *random_rows(), mesh(1, 1))
+    assert_agree(actual, wanted, 3e-3, 5e-2)
 
 
 @pytest.mark.parametrize("rows, length, queries, keys, size", SHAPES)
@@ -43,9 +39,7 @@ def test_loss_and_gradients_are_close_to_the_oracles():
     "documents, window, part",  # in a row, on average; `part` is the device's of its row
     [(4, None, None), (1, None, None), (100, None, None), (4, 200, None), (4, None, 0), (9, 90, 1)],
 )
-def test_the_attention_kernel_is_its_twin(
-    rows, length, queries, keys, size, documents, window, part
-):
+def test_the_kernel_is_its_twin(rows, length, queries, keys, size, documents, window, part):
     """Compares outputs and gradients, with documents some of which span blocks."""
     rng = np.random.default_rng(0)
     q, weight = rng.normal(size=(2, rows, length, queries, keys, size))
@@ -102,15 +96,10 @@ def test_a_run_saves_resumes_and_is_profiled(tmp_path, train_here):
 
 
 def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
-    config = small_config("mesh={d: 1, t: 1}")
-    axes = config.mesh.axes
-    with jax.set_mesh(mesh(1, 1)):
-        step = train.lower_step(config).compile()
-    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
-    actual = compiled.collectives(step.as_text(), axes)
-    assert compiled.unexplained(ledger(jaxpr, axes).transfers, actual) == ([], [])
-    held = step.memory_analysis().argument_size_in_bytes
-    assert memory.arguments(jaxpr) == held
+    step = training(small_config("mesh={d: 1, t: 1}"))
+    transfers, actual, (predicted, held) = program(lambda: step)
+    assert compiled.unexplained(transfers, actual) == ([], [])
+    assert predicted == held
 
 
 def test_the_benchmark_knows_the_chip_and_its_memory():

@@ -27,10 +27,8 @@ from tools.compile import gpus
 INSTALLED = bool(importlib.util.find_spec("jax_cuda13_plugin"))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs requirements-gpu-compile.txt")
 # Each collective stays by itself, with its own line.
-ALONE = {
-    f"xla_gpu_{kind}_combine_threshold_bytes": 0
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-}
+KINDS = "all_gather", "reduce_scatter", "all_reduce"
+ALONE = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in KINDS}
 
 
 class Program(NamedTuple):
@@ -243,7 +241,6 @@ def test_the_report(train_here, monkeypatch):
 def test_a_topology_that_is_another_than_the_mesh(train_here):
     command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x", "topology=h100:2x8"]
     out, message = train_here(*command, program=compiler.main)
-    assert not out and message.startswith(
-        "error: topology=h100:2x8 for the mesh s=8: Number of dev"
-    )
+    problem = "error: topology=h100:2x8 for the mesh s=8: Number of dev"
+    assert not out and message.startswith(problem)
     assert ". Write it like h100:8, or h100:4x8 for 4 hosts of 8, with as many chips as" in message

@@ -70,36 +70,46 @@ CLUSTERS = {
         "SETTINGS": f"coordinator=localhost:{61440 + job} process_id={process}",
     },
 }
-VISIBLE = """
-import jax, os
+CONNECTED = """
+import os, sys
+import jax
 from runtime.run import make_mesh
 from tests.helpers import small_config
 settings = os.environ.get("SETTINGS", "").split()
-config = small_config("mesh={d: 8, t: 1}", "num_hosts=2", *settings)
-print(make_mesh(config, config.mesh.axes).size, jax.config.values["jax_cuda_visible_devices"])
+config = small_config(sys.argv.pop(1), "num_hosts=2", *settings)
+mesh = make_mesh(config, config.mesh.axes)
 """
+VISIBLE = 'print(mesh.size, jax.config.values["jax_cuda_visible_devices"])'
+
+
+def printed_by(script, *arguments, devices=1, cluster=slurm):
+    """What a script prints on two hosts, each with an argument of its own, once connected."""
+
+    def command(i):
+        mesh = f"mesh={{d: {2 * devices}, t: 1}}"
+        return ["-W", "error", "-c", CONNECTED + script, mesh, *arguments[i : i + 1]]
+
+    processes = start_hosts(2, devices, command, cluster=cluster)
+    printed = [process.communicate(timeout=300) for process in processes]
+    print(*printed, sep="\n")
+    return [out for out, _ in printed]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_process_has_all_gpus_of_its_host(cluster):
     """JAX would take a process that Slurm or MPI starts to be for one GPU."""
-    command = ["-W", "error", "-c", VISIBLE]
-    processes = start_hosts(2, 4, lambda _: command, cluster=CLUSTERS[cluster])
-    printed = [process.communicate(timeout=120) for process in processes]
-    assert [out.splitlines()[-1] for out, _ in printed] == ["8 0,1,2,3"] * 2, printed
+    printed = printed_by(VISIBLE, devices=4, cluster=CLUSTERS[cluster])
+    assert [out.splitlines()[-1] for out in printed] == ["8 0,1,2,3"] * 2
 
 
 DIFFERENT = """
-import sys
-import jax
-from runtime.run import check_programs_agree, make_mesh
+from runtime.run import check_programs_agree
 from shardlib.errors import UserError
-from tests.helpers import edited, small_config
+from tests.helpers import edited
 line = "hidden = hidden.astype(compute.dtype)"
 module = edited("train.py", (line, f"{line} * {sys.argv[1]}"))
-config = small_config("mesh={d: 2, t: 1}", "num_hosts=2")
-with jax.set_mesh(make_mesh(config, config.mesh.axes)):
+with jax.set_mesh(mesh):
     try:
         check_programs_agree(module.lower_step(config))
     except UserError as error:
@@ -110,21 +120,15 @@ with jax.set_mesh(make_mesh(config, config.mesh.axes)):
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", ["2", "(2 + jax.process_index())"])
 def test_hosts_that_trace_different_programs_stop(factor):
-    processes = start_hosts(2, 1, lambda _: ["-c", DIFFERENT, factor], cluster=slurm)
-    printed = [process.communicate(timeout=300) for process in processes]
+    printed = printed_by(DIFFERENT, factor, factor)
     found = "hosts trace different programs, from constant at train_edited.py:"
-    assert [found in out for out, _ in printed] == ["jax" in factor] * 2, printed
+    assert [found in out for out in printed] == ["jax" in factor] * 2
 
 
 APART = """
-import os, sys
-import jax
-from runtime.run import make_mesh
-from tests.helpers import small_config
 from tests.runtime.test_faults import opened_tiny
-config = small_config("mesh={d: 2, t: 1}", "num_hosts=2")
 os.chdir(sys.argv[1])
-with jax.set_mesh(make_mesh(config, config.mesh.axes)):
+with jax.set_mesh(mesh):
     try:
         print("starts at", opened_tiny("run").starting_point("", True)[1])
     except OSError as error:
@@ -137,12 +141,11 @@ with jax.set_mesh(make_mesh(config, config.mesh.axes)):
 def test_hosts_that_do_not_share_the_folder_of_checkpoints_stop(tmp_path, names):
     for name in names:
         (tmp_path / name).mkdir(exist_ok=True)
-    processes = start_hosts(2, 1, lambda i: ["-c", APART, str(tmp_path / names[i])], cluster=slurm)
-    printed = [process.communicate(timeout=300)[0] for process in processes]
+    printed = printed_by(APART, *(str(tmp_path / name) for name in names))
     apart = "run can't be used for checkpoints: host 0 doesn't see what host 1 writes: all hosts "
     apart += "need one folder, or a bucket"
     wanted = apart if names == "ab" else "starts at 0"
-    assert [wanted in out.splitlines() for out in printed] == [True] * 2, printed
+    assert [wanted in out.splitlines() for out in printed] == [True] * 2
     assert not [*tmp_path.glob("a/run/try.*")] or names == "ab"
 
 
@@ -227,22 +230,18 @@ def test_the_second_ctrl_c_ends_a_process_at_once():
 
 
 FAILS = """
-import sys
-import jax, numpy as np
 from runtime import storage
-from runtime.checkpoint import CheckpointError, Checkpoints
+from runtime.checkpoint import CheckpointError
 from shardlib.types import make_shardings
-from tests.helpers import mesh
-from tests.runtime.test_faults import TINY, Tiny, tiny
+from tests.runtime.test_faults import Tiny, opened_tiny, tiny
 
 def fail(*_):
     raise OSError(28, "No space left on device")
 
-jax.distributed.initialize()
-with jax.set_mesh(mesh(2, 1)):
+with jax.set_mesh(mesh):
     make = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
     tree = jax.tree.map(make, tiny(1), make_shardings(Tiny))
-    checkpoints = Checkpoints(sys.argv[1], Tiny, TINY, "model: {}", 4)
+    checkpoints = opened_tiny(sys.argv[1])
     checkpoints.save(1, tree)
     checkpoints.wait()
     if jax.process_index() == 1:
@@ -257,11 +256,10 @@ with jax.set_mesh(mesh(2, 1)):
 
 @pytest.mark.slow
 def test_a_save_that_fails_on_one_host_is_reported_by_both_at_the_next_save(tmp_path):
-    processes = start_hosts(2, 1, lambda _: ["-c", FAILS, str(tmp_path / "some")])
-    printed = [process.communicate(timeout=LIMIT)[0].splitlines() for process in processes]
+    printed = printed_by(FAILS, *[str(tmp_path / "some")] * 2)
     left = {path.name.split(".")[0]: path for path in (tmp_path / "some").iterdir()}
     problem = f"{left['00000002']} can't be written: [Errno 28] No space left on device"
-    assert [lines[-1] for lines in printed] == [problem] * 2, printed
+    assert [out.splitlines()[-1] for out in printed] == [problem] * 2
     assert list(complete(tmp_path, "some")) == [1]
 
 

@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -9,6 +7,7 @@ from checks import preflight
 from runtime.config import ROOT
 from tests import bugs, edits, mutations
 from tests.helpers import SMALL, compose_config
+from tests.processes import python
 
 # Edits that pass the probe. As `make mutations` has checked, the first two give the same numbers,
 # and the others are refused for their numbers.
@@ -48,9 +47,8 @@ def test_each_bug_is_a_row_of_the_page_that_says_what_refuses_it():
 @pytest.mark.slow
 def test_listed_edits_are_refused_or_accepted():
     expected = {"lamb": "part", "seed_by_mesh": "numbers", "gelu": "passes"}
-    command = [sys.executable, "-m", "tests.mutations", "dense"]
-    command += ["--only", f": ({'|'.join(expected)})$"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    only = "--only", f": ({'|'.join(expected)})$"
+    result = python("-m", "tests.mutations", "dense", *only, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     for name, verdict in expected.items():
         assert re.search(rf"(wrong|right) +{verdict} +{name}\b", result.stdout), result.stdout

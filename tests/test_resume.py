@@ -78,9 +78,8 @@ def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, train_here):
         out, message = train_here(*run, *settings)
         assert not message
     assert "\nresumed at step 3 from " in out
-    whole, parts = (
-        arrays(*(tmp_path / name / "checkpoints").glob("00000006.*")) for name in ("whole", "parts")
-    )
+    ends = (tmp_path.glob(f"{name}/checkpoints/00000006.*") for name in ("whole", "parts"))
+    whole, parts = (arrays(*end) for end in ends)
     (line,) = re.findall("^AdamW updates (.*); Muon the rest$", out, re.MULTILINE)
     by_adamw = {name.removeprefix("nu/") for name in whole if name.startswith("nu/")}
     assert whole == parts and {*line.split(", ")} == by_adamw
@@ -204,8 +203,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("case", METRICS)
-def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_kept_of_the_metrics(case, here):
     text, kept = METRICS[case]
     folder = pathlib.Path("runs/run")
     folder.mkdir(parents=True)

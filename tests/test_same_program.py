@@ -65,10 +65,10 @@ PROGRAMS = {
 
 
 @functools.cache
-def program(name):
+def program(described):
     """The ledger's transfers, the compiled program's collectives, and the arguments' bytes, as
     predicted and as compiled."""
-    step, hint, sizes, config, *static = PROGRAMS[name]()
+    step, hint, sizes, config, *static = described()
     axes, sizes = config.mesh.axes, train.dimensions(config) | sizes
     with jax.set_mesh(devices.make_mesh(axes)):
         built = step.lower(*placed_shapes(hint, sizes), config, *static).compile()
@@ -84,7 +84,7 @@ QUICK = ["one layer on 4 x 2", "decode on 2 x 4"]
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, list(PROGRAMS)))
 def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
-    transfers, actual, (predicted, compiled_size) = program(name)
+    transfers, actual, (predicted, compiled_size) = program(PROGRAMS[name])
     assert predicted == compiled_size, "bytes of the arguments"
     files = *compiled.FILES, "steps.py"
     assert len(actual) > 5 and all(row.line.partition(":")[0] in files for row in actual)
@@ -94,11 +94,10 @@ def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(
 @pytest.mark.slow
 def test_only_what_is_the_same_in_each_microbatch_has_no_exact_count():
     """The three gathers outside of the layers. XLA moves each out of the loop."""
-    transfers, actual, _ = program("2 microbatches, 2 chunks on 2 x 4")
+    transfers, actual, _ = program(PROGRAMS["2 microbatches, 2 chunks on 2 x 4"])
     marked = [row for row in transfers if row.at_least != row.times]
-    assert [(row.kind, row.phase, row.times, row.at_least) for row in marked] == (
-        [("all-gather", "forward", 2, 1)] * 3
-    )
+    facts = [(row.kind, row.phase, row.times, row.at_least) for row in marked]
+    assert facts == [("all-gather", "forward", 2, 1)] * 3
     exact = [row._replace(at_least=row.times) for row in transfers]
     _, left = compiled.unexplained(exact, actual)
     assert {(c.line, c.times) for c in left} == {(row.line, 1) for row in marked}

@@ -23,18 +23,9 @@ from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
 from runtime.supervise import STOPS
 from shardlib.types import make_shardings
-from tests import golden
+from tests import golden, helpers
 from tests.files import arrays, rows
-from tests.helpers import (
-    ROOT,
-    SMALL,
-    edited,
-    mesh,
-    small_config,
-    starting_state,
-    take_step,
-    token_batch,
-)
+from tests.helpers import ROOT, SMALL, mesh, small_config
 from tests.processes import python_at_work
 
 # All runs have the same program, which is compiled once.
@@ -116,14 +107,15 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
         state = train.init_state(config)
-        batch = token_batch(train.TokenBatch, np.ones((8, 12), int), np.zeros((8, 12), bool))
-        state, metrics = take_step(train, state, batch, config)
+        ones = np.ones((8, 12), int)
+        batch = helpers.token_batch(train.TokenBatch, ones, ones == 0)
+        state, metrics = helpers.take_step(train, state, batch, config)
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
         embed = state.weights.embed.at[1, 0].set(jnp.inf)
         weights = dataclasses.replace(state.weights, embed=embed)
         state = dataclasses.replace(state, weights=weights)
         before = jax.device_get((state.weights, state.mu, state.nu))
-        state, metrics = take_step(train, state, batch, config)
+        state, metrics = helpers.take_step(train, state, batch, config)
         given = config, state.weights, batch, "batch 7 is of the seventh page"
         text = explanation(train.gradients, *given)
     assert text.startswith("gradients that are not finite: embed, layers/")
@@ -140,7 +132,7 @@ def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
     """The loss of steps 2 and 3 is made infinite."""
     bad = "count = jnp.where((state.step == 2) | (state.step == 3), 0, count)"
     taken = "sums, count, raw_grads = loss_and_grads(state.weights, batch, config)\n"
-    module = edited("train.py", (taken, f"{taken}    {bad}\n"))
+    module = helpers.edited("train.py", (taken, f"{taken}    {bad}\n"))
     out, message = start("two", "training.max_skipped_updates=2", program=module.main)
     assert not message and "done: 6 steps" in out
     assert [row["skipped"] for row in rows(runs / "two")] == [0, 0, 1, 1, 0, 0]
@@ -200,7 +192,7 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
     arguments = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
-        state = starting_state(config, own, FLAT)
+        state = helpers.starting_state(config, own, FLAT)
         for name, actual in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert actual.tobytes() == wanted[name]
@@ -212,17 +204,17 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state = starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        state = helpers.starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
         line = capsys.readouterr().out.splitlines()[-1]
         assert int(state.step) == 5
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         sooner = small_config("model.vocab=128", "training.warmup_steps=8")
-        starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        helpers.starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
         note = "note: the steps before were trained with training.warmup_steps=10"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with golden.raises("runs.txt", "nothing to clone", CheckpointError, (str(runs), "runs")):
-            starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
+            helpers.starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
 
 
 def test_weights_that_a_step_made_infinite_are_in_no_checkpoint(runs, start):

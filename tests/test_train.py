@@ -1,6 +1,7 @@
 """Tests train.py against the oracle and optax, on every mesh, and from its command line."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,11 @@ from runtime.checkpoint import named
 from runtime.initial import initial_weights
 from runtime.run import Run
 from runtime.schedule import learning_rate, note_of_peak
-from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
-from tests import oracle
+from tests import helpers, oracle
 from tests.files import write_tokens
-from tests.helpers import (
-    assert_close,
-    edited,
-    mesh,
-    plain,
-    random_weights,
-    slow_but_for,
-    small_config,
-    small_run,
-    take_step,
-    token_batch,
-)
+from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tools.audit.ledger import ledger
 
 
@@ -52,16 +41,16 @@ def random_rows(seed=0, padded=True, length=12):
 def loss_and_grads(module, config, targets, is_start, on, change=lambda weights: weights):
     """The module's loss, other sums and gradients, computed on a mesh, as numpy trees."""
 
+    stored, total = module.Stored, module.f32[""]
+
     @jax.jit
     @typed_shard_map
-    def run(
-        weights: module.Stored, batch: module.TokenBatch
-    ) -> tuple[module.f32[""], module.Sums, module.Stored]:
+    def run(weights: stored, batch: module.TokenBatch) -> tuple[total, module.Sums, stored]:
         sums, count, grads = module.loss_and_grads(weights, batch, config)
         return sums["loss"] / count, sums, grads
 
     with jax.set_mesh(on):
-        weights = change(random_weights(module, config))
+        weights = change(helpers.random_weights(module, config))
         order = balanced(targets.shape[1], on.shape["c"])
         batch = token_batch(module.TokenBatch, targets, is_start)
         batch = jax.tree.map(lambda x: x[:, order], batch)
@@ -77,45 +66,39 @@ def expected(length=12, *overrides):
     config = small_config(*overrides)
     targets, is_start = random_rows(length=length)
     with jax.set_mesh(mesh(1, 1)):
-        weights = plain(random_weights(train, config), config.model.norms_after)
-    objective = functools.partial(
-        oracle.objective,
-        targets=targets,
-        is_start=is_start,
-        max_timescale=100,
-        window=config.model.sliding_window,
-        experts=config.model.experts and (config.model.experts, config.training.routing),
-    )
-    (loss, others), grads = jax.value_and_grad(objective, has_aux=True)(weights)
+        weights = plain(helpers.random_weights(train, config), config.model.norms_after)
+    experts = config.model.experts and (config.model.experts, config.training.routing)
+    given = targets, is_start, 100, 0, config.model.sliding_window, experts
+    objective = jax.value_and_grad(oracle.objective, has_aux=True)
+    (loss, others), grads = objective(weights, *given)
     loss, loads, _ = others or (loss, None, None)
     return jax.device_get((loss, loads, grads))
+
+
+def assert_agree(actual, wanted, rtol=1e-6, tolerance=1e-5):
+    """Compares what `loss_and_grads` returns with what `expected` returns."""
+    (loss, sums, grads), (expected_loss, loads, expected_grads) = actual, wanted
+    np.testing.assert_allclose(loss, expected_loss, rtol=rtol)
+    if loads is not None:
+        np.testing.assert_array_equal(sums["load"], loads)
+    assert grads.keys() == expected_grads.keys()
+    assert_close(grads, expected_grads, tolerance)
 
 
 CHUNKS, MICROBATCHES = ["training.loss_chunks=4"], ["training.microbatches=2"]
 UNROLLED = ["training.unroll=2"]
 # (d, t, r, c), and settings that split the batch or the logits into parts, or unroll the layers.
-LAYOUTS = [
-    ((1, 1), []),
-    ((2, 4), []),
-    ((8, 1), CHUNKS),
-    ((1, 8), MICROBATCHES),
-    ((4, 2, 2), CHUNKS + MICROBATCHES),
-    ((2, 2, 1, 2), MICROBATCHES),
-    ((2, 1, 2, 4), []),
-    ((8, 1), UNROLLED),
-    ((2, 2, 1, 2), MICROBATCHES + UNROLLED),
-]
+LAYOUTS = [((1, 1), []), ((2, 4), []), ((8, 1), CHUNKS), ((1, 8), MICROBATCHES)]
+LAYOUTS += [((4, 2, 2), CHUNKS + MICROBATCHES), ((2, 2, 1, 2), MICROBATCHES), ((2, 1, 2, 4), [])]
+LAYOUTS += [((8, 1), UNROLLED), ((2, 2, 1, 2), MICROBATCHES + UNROLLED)]
 
 
 @pytest.mark.parametrize("layout", slow_but_for([LAYOUTS[1], LAYOUTS[-1]], LAYOUTS), ids=str)
 def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, layout):
     """The last row is padded, so that parts have different numbers of targets."""
     axes, parts = layout
-    config = small_config("training.tokens.len=48", *parts)
-    loss, _, grads = loss_and_grads(in_f32, config, *random_rows(length=48), mesh(*axes))
-    expected_loss, _, expected_grads = expected(48)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert_close(grads, expected_grads, 1e-5)
+    config, rows = small_config("training.tokens.len=48", *parts), random_rows(length=48)
+    assert_agree(loss_and_grads(in_f32, config, *rows, mesh(*axes)), expected(48))
 
 
 def test_cpus_run_the_layers_in_a_loop_unless_the_config_unrolls_them():
@@ -133,9 +116,7 @@ def test_cpus_run_the_layers_in_a_loop_unless_the_config_unrolls_them():
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["model.d_ff=0", "model.experts={count: 8, per_token: 2, d_ff: 24}"]]
-)
+@pytest.mark.parametrize("more", [[], ["model.experts={count: 8, per_token: 2, d_ff: 24}"]])
 def test_other_platforms_unroll_layers_without_experts_up_to_a_number(more):
     """These are the defaults; training.unroll overrides them."""
     for platform, most in ("gpu", 32), ("tpu", 8), ("cpu", 1):
@@ -156,14 +137,10 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", slow_but_for(["OLMo 2"], list(VARIANTS)))
 def test_loss_and_gradients_of_variants_agree_with_the_oracle(in_f32, variant):
-    config = small_config(*VARIANTS[variant])
+    config, wanted = small_config(*VARIANTS[variant]), expected(12, *VARIANTS[variant])
     on = mesh(2, 2, 2, 2)  # split along each axis
-    loss, _, grads = loss_and_grads(in_f32, config, *random_rows(), on)
-    expected_loss, _, expected_grads = expected(12, *VARIANTS[variant])
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert grads.keys() == expected_grads.keys()
-    assert_close(grads, expected_grads, 1e-5)
-    assert not np.allclose(expected_loss, expected()[0], rtol=1e-3), "the variant does nothing"
+    assert_agree(loss_and_grads(in_f32, config, *random_rows(), on), wanted)
+    assert not np.allclose(wanted[0], expected()[0], rtol=1e-3), "the variant does nothing"
 
 
 def test_what_a_config_leaves_out_costs_nothing():
@@ -172,8 +149,8 @@ def test_what_a_config_leaves_out_costs_nothing():
     one = abstract_mesh(config.mesh.axes)
     with jax.sharding.use_abstract_mesh(one):
         state = make_shapes(train.state_type(config), train.dimensions(config))
-    names = {"attention_norm", "w_q", "w_k", "w_v", "w_o"}
-    assert plain(state.weights)["layers"].keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
+    names = "attention_norm w_q w_k w_v w_o mlp_norm w_gate w_up w_down"
+    assert plain(state.weights)["layers"].keys() == {*names.split()}
 
     def ops_of(*overrides):
         jaxpr = preflight.trace_step(train, small_config(*overrides), one)
@@ -187,10 +164,8 @@ def test_what_a_config_leaves_out_costs_nothing():
 
 
 def test_bf16_is_close():
-    loss, _, grads = loss_and_grads(train, small_config(), *random_rows(), mesh(4, 2))
-    expected_loss, _, expected_grads = expected()
-    np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
-    assert_close(grads, expected_grads, 5e-2)
+    actual = loss_and_grads(train, small_config(), *random_rows(), mesh(4, 2))
+    assert_agree(actual, expected(), 3e-3, 5e-2)
 
 
 @pytest.mark.long
@@ -278,14 +253,9 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-6)
 
 
-class Given:
-    """Batches of these."""
-
-    def __init__(self, *batches):
-        self.batches = batches
-
-    def from_step(self, first, last):
-        yield from enumerate(self.batches[first:last])
+def given(*batches):
+    """A loader of these batches."""
+    return SimpleNamespace(from_step=lambda first, last: enumerate(batches[first:last]))
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -300,7 +270,7 @@ def test_validation_is_the_mean_over_targets_not_over_batches(rows, in_f32):
         weights = in_f32.init_state(config).weights
         parts = [targets[i : i + rows] for i in range(0, 32, rows)]
         batches = [token_batch(train.TokenBatch, x, is_start[: len(x)]) for x in parts]
-        actual = in_f32.validate(config, weights, Given(*batches))
+        actual = in_f32.validate(config, weights, given(*batches))
         weights = plain(jax.device_get(weights))
     np.testing.assert_allclose(actual, oracle.mean_loss(weights, targets, is_start, 100), rtol=1e-6)
 
@@ -310,31 +280,22 @@ def test_a_validation_without_targets_has_no_loss():
     batch = token_batch(train.TokenBatch, 0 * targets, is_start)
     with jax.set_mesh(mesh(4, 2)):
         weights = train.init_state(config).weights
-        assert np.isnan(train.validate(config, weights, Given(batch)))
+        assert np.isnan(train.validate(config, weights, given(batch)))
 
 
 def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
     config, asked = small_config("training.validation_batches=4"), iter([False, True])
     batch = token_batch(train.TokenBatch, *random_rows())
     with jax.set_mesh(mesh(4, 2)):
-        weights, seen = train.init_state(config).weights, Given(*[batch] * 4)
+        weights, seen = train.init_state(config).weights, given(*[batch] * 4)
         assert train.validate(config, weights, seen, lambda: next(asked)) is None
     assert next(asked, "both were asked") == "both were asked"
-
-
-def test_a_dimension_without_a_size_is_one_message(tmp_path, train_here):
-    module = edited("train.py", ('w_up: compute["M/c/s F/t"', 'w_up: compute["M/c/s G/t"'))
-    _, message = train_here(*small_run(tmp_path), program=module.main)
-    assert message == (
-        'error: f32["layers M/c/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
-        "key in the config"
-    )
 
 
 def test_a_run_says_how_much_of_its_rows_is_padding(tmp_path, train_here):
     path = write_tokens(tmp_path / "data.zarr", [[1, 2, 3]] * 8)
     source = f"flat_tokens={{filespec: {path}, sequence_packing: false}}"
-    arguments = small_run(tmp_path, "training.steps=1", source)
+    arguments = helpers.small_run(tmp_path, "training.steps=1", source)
     note = "\nnote: 75% of the batch is padding, which counts in tokens/s and MFU\n"
     assert note in train_here(*arguments)[0]
 
@@ -345,7 +306,7 @@ def test_the_step_reuses_the_states_memory(in_f32):
     with jax.set_mesh(mesh(4, 2)):
         state = in_f32.init_state(config)
         batch = token_batch(in_f32.TokenBatch, *random_rows(), 0)
-        take_step(in_f32, state, batch, config)
+        helpers.take_step(in_f32, state, batch, config)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -364,22 +325,16 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         others = {"learning_rate": 0.0, "grad_norm": 0.0, "skipped": 0}
         return state, {"loss": Number(batch), **others}
 
-    class Loader:
-        waited = 0.0
-        position = bytes_per_token = None
-
-        def epochs(self, steps):
-            return ""
-
-        def from_step(self, first, last):
-            return zip(range(first, last), range(first, last), strict=True)
-
+    numbers = SimpleNamespace(
+        waited=0.0, position=None, bytes_per_token=None, epochs=lambda _: "",
+        from_step=lambda *ends: zip(range(*ends), range(*ends), strict=True),
+    )  # fmt: skip
     monkeypatch.setattr(Run, "compile", lambda *_: step_once)
     monkeypatch.setattr(train, "validate", lambda *_: events.append("validate") or 0.0)
     settings = "training.steps=4", "training.validation_interval=2"
     config = small_config(*settings, f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)):
-        train.train(config, Loader(), {"": Loader()}, str)
+        train.train(config, numbers, {"": numbers}, str)
     assert events[:6] == ["start 0", "start 1", "read 0", "read 1", "validate", "start 2"]
     assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 
@@ -426,21 +381,18 @@ def optimizer_of(config, weights):
 MUON = ["training.optimizer=muon", "training.grad_clip=0.5"]
 OPTIMIZERS = {  # (d, t, r, c), and settings
     "adamw": ((4, 2), ["training.grad_clip=0.5"]),
-    "adamw, gains and more not decayed, nothing clipped": (
-        (4, 2),
-        ["training.no_decay=[gains,biases,embeddings]", "model.qkv_bias=true",
-         "training.weight_decay=2", "training.grad_clip=1e9"],
-    ),
-    "muon, experts": (
-        (4, 2, 2),
-        [*MUON, "model.experts={count: 4, per_token: 2, d_ff: 24}", "mesh={d: 4, t: 2, r: 2}",
-         "training.routing.bias_rate=0"],
-    ),
-    "muon, odd layers, biases": (
-        (2, 2, 1, 2),
-        [*MUON, "model.layers=3", "training.muon_momentum=0.8", "model.qkv_bias=true",
-         "training.no_decay=[biases]", "training.schedule=wsd", "training.cooldown_steps=97"],
-    ),
+    "adamw, gains and more not decayed, nothing clipped": ((4, 2), [
+        "training.no_decay=[gains,biases,embeddings]", "model.qkv_bias=true",
+        "training.weight_decay=2", "training.grad_clip=1e9",
+    ]),
+    "muon, experts": ((4, 2, 2), [
+        *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24}", "mesh={d: 4, t: 2, r: 2}",
+        "training.routing.bias_rate=0",
+    ]),
+    "muon, odd layers, biases": ((2, 2, 1, 2), [
+        *MUON, "model.layers=3", "training.muon_momentum=0.8", "model.qkv_bias=true",
+        "training.no_decay=[biases]", "training.schedule=wsd", "training.cooldown_steps=97",
+    ]),
 }  # fmt: skip
 
 
@@ -468,7 +420,7 @@ def test_the_optimizer_agrees_with_optax(in_f32, name):
             wanted = optax.apply_updates(wanted, updates)
             batch = token_batch(in_f32.TokenBatch, targets, is_start, 0)
             batch = jax.tree.map(lambda x: x[:, order], batch)
-            state, metrics = take_step(in_f32, state, batch, config)
+            state, metrics = helpers.take_step(in_f32, state, batch, config)
             np.testing.assert_allclose(metrics["learning_rate"], schedule(step + 1), rtol=1e-5)
             np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
         assert int(state.step) == len(rows)
@@ -478,11 +430,9 @@ def test_the_optimizer_agrees_with_optax(in_f32, name):
 def test_a_weight_is_drawn_by_its_name():
     """Another weight beside it changes none of its bits."""
     changes = "qk_norm=null", "qk_norm=head", "qkv_bias=true", "tied_embeddings=true"
+    configs = [small_config(f"model.{change}") for change in changes]
     with jax.set_mesh(mesh(1, 1)):
-        drawn = [
-            named(jax.device_get(train.init_state(small_config(f"model.{change}")).weights))
-            for change in changes
-        ]
+        drawn = [named(jax.device_get(train.init_state(config).weights)) for config in configs]
     for other in drawn[1:]:
         assert other.keys() != drawn[0].keys()
         common = other.keys() & drawn[0].keys()
@@ -496,12 +446,3 @@ def test_weights_of_one_name_are_drawn_by_more_of_their_paths():
     with jax.set_mesh(mesh(1, 1)):
         two = initial_weights(kinds, sizes, 0)
     assert len({np.asarray(x).tobytes() for x in jax.tree.leaves(two)}) == 6
-
-
-def test_a_weight_that_does_not_say_how_it_starts_is_refused():
-    """Such a weight would be drawn like a matrix and decay to zero, unasked."""
-    line = "    mlp: MLP | None\n"
-    module = edited("train.py", (line, f'{line}    heat: f32["Q K/t"]\n'))
-    refused = pytest.raises(UserError, match="the weight layers/heat doesn't say how it")
-    with jax.set_mesh(mesh(1, 1)), refused:
-        module.init_state(small_config())

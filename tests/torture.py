@@ -50,14 +50,7 @@ ENDS = {
 class Hosts:
     """A start of a run on two hosts with two devices each. Leaving the `with` block kills it."""
 
-    def __init__(
-        self,
-        texts: pathlib.Path,
-        cache: pathlib.Path,
-        arguments: list[str],
-        moments=(NEVER, NEVER),
-        killed_by: str = "SIGKILL",
-    ):
+    def __init__(self, texts, cache, arguments, moments=(NEVER, NEVER), killed_by="SIGKILL"):
         """Starts the hosts. The output of host i goes to `<texts>.<i>`, and `moments` to
         tests/killed.py."""
 
@@ -130,11 +123,8 @@ def complete(run: pathlib.Path, folder: str = "checkpoints") -> dict[int, pathli
 def content(checkpoint: pathlib.Path) -> dict[str, bytes]:
     """Returns the files of a checkpoint, except those that describe the run that wrote it."""
     files = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file()}
-    return {
-        name: path.read_bytes()
-        for name, path in files.items()
-        if name != "zarr.json" and not name.startswith(("records/", "complete/"))
-    }
+    about = "zarr.json", "records/", "complete/"
+    return {name: p.read_bytes() for name, p in files.items() if not name.startswith(about)}
 
 
 class Torture:

@@ -7,6 +7,8 @@ from runtime.config import ROOT
 from tests import mutations
 from tests.helpers import compose_config
 
+SAVES = r"(gate|up) = save_for_backward\((.*)\)\n"
+
 
 def nothing_saved(source):
     """Recomputes everything in a layer."""
@@ -15,16 +17,12 @@ def nothing_saved(source):
 
 def feed_forward_again(source):
     """Recomputes the two largest arrays of a layer."""
-    return re.sub(r"(gate|up) = save_for_backward\((.*)\)\n", r"\1 = \2\n", source)
+    return re.sub(SAVES, r"\1 = \2\n", source)
 
 
 def feed_forward_offloaded(source):
     """Saves the same two arrays in the host's memory."""
-    return re.sub(
-        r"(gate|up) = save_for_backward\((.*)\)\n",
-        r"\1 = save_for_backward(\2, offload=True)\n",
-        source,
-    )
+    return re.sub(SAVES, r"\1 = save_for_backward(\2, offload=True)\n", source)
 
 
 CHUNKED = "training.loss_chunks=4"
@@ -45,11 +43,8 @@ class Program(NamedTuple):
 
     def __str__(self):
         edits = "".join(f", {getattr(edit, '__name__', edit)}" for edit in self.edits)
-        others = "".join(
-            f", {name}={size}"
-            for name, size in zip(("r", "c", "slices"), self[-3:], strict=True)
-            if size > 1
-        )
+        sizes = zip(("r", "c", "slices"), self[-3:], strict=True)
+        others = "".join(f", {name}={size}" for name, size in sizes if size > 1)
         return f"{self.model} on {self.topology}, {self.d} x {self.t}, {self.batch}{edits}{others}"
 
     def build(self):

@@ -69,11 +69,9 @@ def loss(weights, inputs, targets, is_start):
 def twin(weights, batch):
     """Returns a function that takes no arguments, runs a step and returns its loss."""
     hyper, is_start = CONFIG.training, starts_of(batch)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(hyper.grad_clip),
-        optax.adamw(hyper.learning_rate, hyper.adam_b1, hyper.adam_b2, hyper.adam_eps,
-                    weight_decay=hyper.weight_decay),
-    )  # fmt: skip
+    rates = hyper.learning_rate, hyper.adam_b1, hyper.adam_b2, hyper.adam_eps
+    adamw = optax.adamw(*rates, weight_decay=hyper.weight_decay)
+    optimizer = optax.chain(optax.clip_by_global_norm(hyper.grad_clip), adamw)
 
     @jax.jit
     def step(weights, moments):

@@ -12,13 +12,13 @@ from shardlib import ops
 from shardlib.types import Stacked, compute, computing_in, f32, typed_shard_map
 
 ONE, OTHER = {"d": 1, "t": 1}, {"d": 2, "t": 3}
-SIZES = {"layers": 3, "B": 12, "M": 18, "F": 24}
+STACK = Stacked["layers", f32["M/d F/t"]]
 
 
 def step(edit):
     """Gradients of two products in each of some layers; `edit` stands between the two."""
 
-    def loss(stack: Stacked["layers", f32["M/d F/t"]], x: f32["B/d M"]) -> f32[""]:
+    def loss(stack: STACK, x: f32["B/d M"]) -> f32[""]:
         def layer(x, stored):
             w = ops.all_gather("M/d F/t -> M F/t", stored)
             h = edit(ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w))
@@ -30,19 +30,15 @@ def step(edit):
 
     @jax.jit
     @typed_shard_map
-    def gradients(
-        stack: Stacked["layers", f32["M/d F/t"]], x: f32["B/d M"]
-    ) -> tuple[f32[""], Stacked["layers", f32["M/d F/t"]]]:
+    def gradients(stack: STACK, x: f32["B/d M"]) -> tuple[f32[""], STACK]:
         return jax.value_and_grad(loss)(stack, x)
 
     return gradients
 
 
 RANDOM = np.random.default_rng(0)
-INPUTS = (
-    RANDOM.normal(size=(3, 18, 24)).astype(np.float32) / 5,
-    RANDOM.normal(size=(12, 18)).astype(np.float32),
-)
+W, X = (RANDOM.normal(size=size).astype(np.float32) for size in ((3, 18, 24), (12, 18)))
+INPUTS = W / 5, X
 
 
 def compared(edit):
@@ -62,20 +58,15 @@ def twice_the_gradient(x):
     return x
 
 
-twice_the_gradient.defvjp(
-    lambda x: (x, x.shape[-1]), lambda length, g: (g * (2 if length < 24 else 1),)
-)
+twice_the_gradient.defvjp(lambda x: (x, x.shape[-1]), lambda n, g: (g * (2 if n < 24 else 1),))
 
 
 def test_what_is_right_agrees_and_each_value_is_recorded_with_its_gradient():
     apart, (one, other) = compared(jnp.sin)
     assert apart < 1e-5 and numbers.first_difference(one, other) is None
     assert [event[:3] for event in one] == [event[:3] for event in other] and len(one) > 20
-    (products,) = [
-        event
-        for event in one
-        if "the result of ops.einsum" in event.what and "{U:t}" in event.what and event.backward
-    ]
+    of_einsum = [event for event in one if "the result of ops.einsum" in event.what]
+    (products,) = [event for event in of_einsum if "{U:t}" in event.what and event.backward]
     assert products.values.shape[1:] == (12, 18)
     # What is recorded of the last psum is what one computes by hand.
     x = INPUTS[1].astype(np.float64)
@@ -94,14 +85,13 @@ def test_what_is_nothing_but_rounding_does_not_differ():
     assert numbers.differences(*alone) == ["nu/b by 2.0e+00"]
 
 
-@pytest.mark.parametrize(
-    "edit, backward, first, before",
-    [
-        (lambda h: h * h.shape[-1], False, "operand 1 of ops.einsum", "the result of ops.einsum"),
-        (twice_the_gradient, True, "the result of ops.einsum", "operand 1 of ops.einsum"),
-    ],
-)
-def test_the_first_difference_is_where_the_mistake_is(edit, backward, first, before):
+@pytest.mark.parametrize("edit", [lambda h: h * h.shape[-1], twice_the_gradient])
+def test_the_first_difference_is_where_the_mistake_is(edit):
+    backward, ends = (
+        edit is twice_the_gradient,
+        ["the result of ops.einsum", "operand 1 of ops.einsum"],
+    )
+    before, first = reversed(ends) if backward else ends
     apart, (one, other) = compared(edit)
     assert apart > 1e-3
     previous, event = numbers.first_difference(one, other)
@@ -144,12 +134,8 @@ def test_the_compute_dtype_is_that_of_the_context():
 
 
 def test_stirred_values_are_all_different_and_keep_their_sign():
-    tree = {
-        "gain": np.ones((4, 5), np.float32),
-        "bias": np.zeros((4, 5), np.float32),
-        "w": RANDOM.normal(size=(4, 5)).astype(np.float32),
-        "step": np.uint32(7),
-    }
+    gain, w = np.ones((4, 5), np.float32), RANDOM.normal(size=(4, 5)).astype(np.float32)
+    tree = {"gain": gain, "bias": 0 * gain, "w": w, "step": np.uint32(7)}
     stirred = numbers.stirred(tree)
     assert stirred["step"] == 7
     for name in "gain", "bias", "w":

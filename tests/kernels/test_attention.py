@@ -9,16 +9,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from checks.jaxprs import equations
 from kernels import attention, flash_attention
-from shardlib import ops
-from shardlib.types import (
-    ShardTypeError,
-    bf16,
-    computing_in,
-    f32,
-    i32,
-    make_shapes,
-    typed_shard_map,
-)
+from shardlib import ops, types
+from shardlib.errors import ShardTypeError
+from shardlib.types import bf16, f32, i32, typed_shard_map
 from tests import golden
 from tests.helpers import assert_close, mesh
 
@@ -53,20 +46,13 @@ def dense(q, k, v, document, weight, window=10**6):
 def run(kind, arrays, on, window=10**6):
     """The result, and the gradients with respect to q, k and v. Where the mesh splits L, positions
     are in the order that gives each device an early and a late piece of a row."""
+    queries, keys, places = kind["B/s L/c Q K/t D"], kind["B/s L/c K/t D"], i32["B/s L/c"]
 
     @jax.jit
     @typed_shard_map
     def both(
-        q: kind["B/s L/c Q K/t D"],
-        k: kind["B/s L/c K/t D"],
-        v: kind["B/s L/c K/t D"],
-        start: i32["B/s L/c"],
-        position: i32["B/s L/c"],
-        weight: kind["B/s L/c Q K/t D"],
-    ) -> tuple[
-        kind["B/s L/c Q K/t D"],
-        tuple[kind["B/s L/c Q K/t D"], kind["B/s L/c K/t D"], kind["B/s L/c K/t D"]],
-    ]:
+        q: queries, k: keys, v: keys, start: places, position: places, weight: queries
+    ) -> tuple[queries, tuple[queries, keys, keys]]:
         def attend(q, k, v):
             k, v = (ops.all_gather("B/s L/c K/t D -> B/s L K/t D", x) for x in (k, v))
             key_position = ops.all_gather("B/s L/c -> B/s L", position)
@@ -190,7 +176,7 @@ def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
 def test_the_line_that_names_the_kernel(platform, sizes, parts, dtype, line, monkeypatch):
     monkeypatch.setattr(attention, "platform", lambda: platform)
     wanted = line if line.startswith("attention") or not line else f"attention: plain, as {line}"
-    with computing_in(dtype):
+    with types.computing_in(dtype):
         actual = attention.described(dict(zip("LQD", sizes, strict=True)), parts)
     assert actual == wanted if wanted == line else actual.startswith(wanted), actual
 
@@ -236,19 +222,22 @@ MISUSES = {
 }
 
 
-@pytest.mark.parametrize("case", MISUSES)
-def test_attention_refuses(case):
-    left, _ = MISUSES[case].split("->")
-    kinds = [part.strip() for part in left.split(",")]
-    sizes = {"B": 4, "L": 8, "Q": 2, "K": 2, "D": 4}
-    floats, integers = (tuple[*(kind[part] for part in parts)] for kind, parts in
-                        ((f32, kinds[:3]), (i32, kinds[3:])))  # fmt: skip
+def trace(op, signature, integers, sizes, on):
+    """Traces an op on operands as its string says, of which those numbered `integers` are i32."""
+    parts = [part.strip() for part in signature.split("->")[0].split(",")]
+    kinds = tuple[*((i32 if i in integers else f32)[part] for i, part in enumerate(parts))]
 
     @typed_shard_map
-    def fn(floats: floats, integers: integers) -> f32[""]:
-        attention.attention(MISUSES[case], *floats, *integers)
+    def fn(operands: kinds) -> f32[""]:
+        op(signature, *operands)
         return jnp.float32(0)
 
-    refused = golden.raises("ops.txt", f"attention with {case}", ShardTypeError)
-    with jax.set_mesh(mesh(2, 2, 1, 2)), refused:
-        jax.eval_shape(fn, make_shapes(floats, sizes), make_shapes(integers, sizes))
+    with jax.set_mesh(on):
+        jax.eval_shape(fn, types.make_shapes(kinds, sizes))
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_attention_refuses(case):
+    sizes = {"B": 4, "L": 8, "Q": 2, "K": 2, "D": 4}
+    with golden.raises("ops.txt", f"attention with {case}", ShardTypeError):
+        trace(attention.attention, MISUSES[case], (3, 4, 5), sizes, mesh(2, 2, 1, 2))

@@ -61,7 +61,7 @@ def values(seed=0):
 
 
 def on_mesh(tree):
-    return jax.tree.map(jax.device_put, tree, make_shardings(Tree))
+    return jax.tree.map(jax.device_put, tree, make_shardings(type(tree)))
 
 
 def assert_same_bits(actual, expected):
@@ -161,8 +161,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_found_and_named(case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_damage_is_found_and_named(case, here):
     chunk, damage = DAMAGE[case]
     with jax.set_mesh(mesh(4, 2)):
         save("checkpoints", 5)
@@ -194,10 +193,7 @@ LOST = {  # what happens to a checkpoint of two hosts, marked or not, and whethe
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost_later(
-    case, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost_later(case, here):
     change, marked, outcome = LOST[case]
     with jax.set_mesh(mesh(4, 2)):
         save("checkpoints", 5)
@@ -220,9 +216,8 @@ def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost
 
 
 @pytest.mark.parametrize("left", ["no mark and no records", "no chunks either", "nothing"])
-def test_one_that_is_removed_while_it_is_read_is_not_damaged(left, tmp_path, monkeypatch):
+def test_one_that_is_removed_while_it_is_read_is_not_damaged(left, here):
     """Stages of a removal, after another process has chosen the checkpoint."""
-    monkeypatch.chdir(tmp_path)
     with jax.set_mesh(mesh(4, 2)):
         path, reader = save("checkpoints"), opened("checkpoints")
         if left != "no mark and no records":
@@ -253,8 +248,7 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize("case", OTHER_MODELS)
-def test_another_model_is_refused(case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_another_model_is_refused(case, here):
     with jax.set_mesh(mesh(1, 1)):
         save("checkpoints")
         with golden.raises("checkpoints.txt", case, CheckpointError):
@@ -333,9 +327,8 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
             assert runtime.checkpoint.newest(path).order == newest.order
         assert_same_bits(opened(first.name).restore(), values())
         shutil.copytree(".", "run/checkpoints")
-        shutil.copytree(
-            first, f"checkpoints/{first.name}"
-        )  # as `cp -r` does if the target is there
+        # As `cp -r` does if the target is there.
+        shutil.copytree(first, f"checkpoints/{first.name}")
         shutil.copytree("run", "runs/20261129.1430")
         for folder in ".", "run", "runs/20261129.1430":
             assert [one.step for one in runtime.checkpoint.list_checkpoints(folder)] == [5, 6]
@@ -390,8 +383,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_another_manifest_is_refused(case, here):
     with jax.set_mesh(mesh(1, 1)):
         path = save("checkpoints")
         about = attributes(path) | OTHERS[case]

@@ -10,33 +10,26 @@ from runtime import chips
 from shardlib.errors import UserError
 from tests.helpers import small_run
 
-
-@pytest.mark.parametrize(
-    "axes, links",
-    [
-        ({"r": 4, "s": 4, "t": 2}, ["ib", "nvlink", "nvlink"]),
-        ({"r": 1, "s": 16, "t": 2}, ["ib", "ib", "nvlink"]),
-        ({"r": 1, "s": 8, "t": 3}, ["ib", "ib", "ib"]),  # every third group is on two hosts
-        ({"r": 1, "s": 2, "t": 3}, ["nvlink", "nvlink", "nvlink"]),
-    ],
-)
-def test_axes_within_a_host_have_fast_links(axes, links):
-    assert chips.CHIPS["h100"].links_of(axes) == dict(zip(axes, links, strict=True))
+# The sizes of r, s and t. Of the third mesh, every third group is on two hosts.
+LINKS = [((4, 4, 2), "ib nvlink nvlink"), ((1, 16, 2), "ib ib nvlink")]
+LINKS += [((1, 8, 3), "ib ib ib"), ((1, 2, 3), "nvlink nvlink nvlink")]
 
 
-@pytest.mark.parametrize(
-    "axes, over, share",
-    [
-        ({"r": 1, "s": 16, "t": 1}, "s", 8 / 15 / 8),  # 8 parts enter each host, over 8 links
-        ({"r": 1, "s": 64, "t": 1}, "s", 56 / 63 / 8),
-        ({"r": 1, "s": 16, "t": 2}, "s", 12 / 15 / 4),
-        ({"r": 2, "s": 8, "t": 1}, "r", 1),
-        ({"r": 2, "s": 4, "t": 2}, "rs", 4 / 7 / 4),
-        ({"r": 1, "s": 8, "t": 3}, "t", 1),  # two devices on one host, one on another
-    ],
-)
-def test_what_a_group_receives_enters_a_host_once(axes, over, share):
-    h100 = chips.CHIPS["h100"]
+@pytest.mark.parametrize("sizes, links", LINKS)
+def test_axes_within_a_host_have_fast_links(sizes, links):
+    actual = chips.CHIPS["h100"].links_of(dict(zip("rst", sizes, strict=True)))
+    assert actual == dict(zip("rst", links.split(), strict=True))
+
+
+# In the first, 8 parts enter each host, over 8 links; in the last, two of a group's three devices
+# are on one host.
+SHARES = [((1, 16, 1), "s", 8 / 15 / 8), ((1, 64, 1), "s", 56 / 63 / 8), ((2, 8, 1), "r", 1)]
+SHARES += [((1, 16, 2), "s", 12 / 15 / 4), ((2, 4, 2), "rs", 4 / 7 / 4), ((1, 8, 3), "t", 1)]
+
+
+@pytest.mark.parametrize("sizes, over, share", SHARES)
+def test_what_a_group_receives_enters_a_host_once(sizes, over, share):
+    axes, h100 = dict(zip("rst", sizes, strict=True)), chips.CHIPS["h100"]
     assert h100.share_from_afar("all-gather", tuple(over), axes) == pytest.approx(share)
     assert h100.share_from_afar("permute", tuple(over), axes) == 1
 

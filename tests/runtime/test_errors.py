@@ -36,9 +36,7 @@ def test_characters_that_a_terminal_lacks_are_escapes(encoding, shown, monkeypat
     assert out.getvalue().rstrip() == shown
 
 
-DEVICES = (
-    "from runtime.errors import user_errors\nwith user_errors():\n    import jax; jax.devices()"
-)
+DEVICES = "from runtime.errors import user_errors\nwith user_errors(): import jax; jax.devices()"
 
 
 @pytest.mark.skipif(any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason="CUDA may be there")

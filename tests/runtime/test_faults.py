@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from runtime import storage
 from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointsConfig
 from runtime.storage import DamageError
-from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
+from shardlib.types import bf16, pytree_dataclass, u32
 from tests.runtime import test_checkpoint
 from tests.runtime.test_checkpoint import CONFIG, assert_same_bits, on_mesh, opened, restore
 from tools import checkpoint_info
@@ -39,7 +39,12 @@ def tiny(seed):
 
 
 def tiny_on_mesh(seed):
-    return jax.tree.map(jax.device_put, tiny(seed), make_shardings(Tiny))
+    return on_mesh(tiny(seed))
+
+
+def save_tiny(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, tiny_on_mesh(step))
 
 
 def keeping(keep_last=0, keep_every=0, stop_on_error=True):
@@ -51,12 +56,10 @@ def opened_tiny(path, *options):
 
 
 def end(checkpoints):
-    """Waits for the pending save, and fails if it hangs. Returns its path."""
-    target, writing = checkpoints.saving
-    done, _ = concurrent.futures.wait([writing], timeout=60)
+    """Waits for the pending save, and fails if it hangs."""
+    done, _ = concurrent.futures.wait([checkpoints.saving[1]], timeout=60)
     assert done, "the save hangs"
     checkpoints.wait()
-    return target.path
 
 
 def saved(checkpoints, step, tree):
@@ -131,8 +134,8 @@ def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
 ):
     """Either the new checkpoint is restored, or the old one after an error, or none, as the new one
     is damaged."""
-    layout, old = make_shardings(Nested), starts_with_zeros(0)
-    saved(opened(tmp_path, Nested, TINY), 1, jax.device_put(old, layout))
+    old = starts_with_zeros(0)
+    saved(opened(tmp_path, Nested, TINY), 1, on_mesh(old))
     total, writes.fault = len(writes.files), fault
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert set(files) == set(writes.files), "no file is written in another way"
@@ -141,7 +144,7 @@ def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
         new = starts_with_zeros(number)
         writes.failing, writes.files[:] = number, []
         checkpoints = opened(tmp_path, Nested, TINY)
-        path, error = saved(checkpoints, 2, jax.device_put(new, layout))
+        path, error = saved(checkpoints, 2, on_mesh(new))
         assert len(writes.files) >= number
         writes.failing = 0
         try:
@@ -201,29 +204,29 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
     """The next save says it."""
     messages = []
     checkpoints = opened_tiny(tmp_path, keeping(stop_on_error=stops), messages.append)
-    checkpoints.save(1, tiny_on_mesh(1))
+    save_tiny(checkpoints, 1)
     end(checkpoints)
     messages.clear()
     writes.failing, writes.fault = len(writes.files) + 5, cut_with_an_error
-    checkpoints.save(2, tiny_on_mesh(2))
+    save_tiny(checkpoints, 2)
     if stops:
         with pytest.raises(CheckpointError, match=r"can't be written: .*No space left"):
-            checkpoints.save(3, tiny_on_mesh(3))
+            save_tiny(checkpoints, 3)
         assert not messages
     else:
-        checkpoints.save(3, tiny_on_mesh(3))
+        save_tiny(checkpoints, 3)
         (line,) = messages
         assert line.startswith(f"warning: {tmp_path}/00000002.") and "\n" not in line
         assert "No space left" in line and line.endswith("; the run continues")
         end(checkpoints)
         writes.failing = len(writes.files) + 5
-        checkpoints.save(4, tiny_on_mesh(4))
+        save_tiny(checkpoints, 4)
         end(checkpoints)
     checkpoints.wait()  # the error was reported once already
     with pytest.raises(CheckpointError, match="the last checkpoint is missing: "):
         checkpoints.close()  # but a run doesn't end as if all were well
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1 if stops else 3))
-    checkpoints.save(9, tiny_on_mesh(9))
+    save_tiny(checkpoints, 9)
     end(checkpoints)
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(9))
     checkpoints.close()
@@ -233,7 +236,7 @@ def test_a_failed_save_leaves_room_for_the_next_one(writes, one_device, tmp_path
     """The files of a failed save are gone when the next save writes its first one."""
     checkpoints = opened_tiny(tmp_path, keeping(stop_on_error=False), lambda _: None)
     writes.failing, writes.fault = 5, cut_with_an_error
-    checkpoints.save(1, tiny_on_mesh(1))
+    save_tiny(checkpoints, 1)
     checkpoints.wait()
     (failed,) = tmp_path.iterdir()
     there = []
@@ -243,22 +246,20 @@ def test_a_failed_save_leaves_room_for_the_next_one(writes, one_device, tmp_path
         put(value)
 
     writes.failing, writes.fault = len(writes.files) + 1, look
-    checkpoints.save(2, tiny_on_mesh(2))
+    save_tiny(checkpoints, 2)
     checkpoints.close()
     assert there == [False]
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(2))
 
 
 @pytest.mark.parametrize("name", ["a::b", "data:a", "~/a", "a*b", "a[b]c", "☃ and spaces"])
-def test_a_folder_is_what_its_name_says(name, one_device, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_is_what_its_name_says(name, one_device, here):
     checkpoints = opened_tiny(f"{name}/x", CheckpointsConfig("", 1, 0, True))
     checkpoints.starting_point("", False)
-    for step in 1, 2:
-        checkpoints.save(step, tiny_on_mesh(step))
+    save_tiny(checkpoints, 1, 2)
     checkpoints.close()
     assert_same_bits(restore(f"{name}/x", Tiny, TINY), tiny(2))
-    (left,) = (tmp_path / name / "x").iterdir()
+    (left,) = (here / name / "x").iterdir()
     assert left.name.startswith("00000002.")
 
 
@@ -325,8 +326,7 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
     foreign = contents(tmp_path)
     for steps in ALL[:2], ALL[2:]:  # two starts of the run
         checkpoints = opened_tiny(tmp_path, keeping(keep_last, keep_every))
-        for step in steps:
-            checkpoints.save(step, tiny_on_mesh(step))
+        save_tiny(checkpoints, *steps)
         checkpoints.close()
     assert foreign.items() <= contents(tmp_path).items()
     names = {p.name for p in tmp_path.iterdir()} - {p.name for p in foreign}
@@ -339,7 +339,7 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
 def test_a_link_to_another_runs_checkpoint_is_removed_alone(one_device, tmp_path):
     for run in "one", "two":
         checkpoints = opened_tiny(tmp_path / run, keeping(keep_last=1))
-        checkpoints.save(5, tiny_on_mesh(5))
+        save_tiny(checkpoints, 5)
         checkpoints.close()
         if run == "one":
             (linked,) = (tmp_path / "one").iterdir()
@@ -354,30 +354,27 @@ UNANSWERED = [TimeoutError(), RuntimeError("Session is closed"), KeyError("ETag"
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "records/0/zarr.json", "half/c/0/0"])
-def test_a_store_that_does_not_answer_is_not_damage(name, two_tiny_ones, monkeypatch):
+@pytest.mark.parametrize("error", UNANSWERED, ids=repr)
+def test_a_store_that_does_not_answer_is_not_damage(name, error, two_tiny_ones, monkeypatch):
     get, cat = zarr.storage.LocalStore.get, LocalFileSystem.cat_file
-    for error in UNANSWERED:
+    reader = opened_tiny(two_tiny_ones)
+    file = f"{reader.newest.path}/{name}"
 
-        async def fail(store, key, *args, error=error, **kwargs):
-            if key == name:
-                raise error
-            return await get(store, key, *args, **kwargs)
+    async def fail(store, key, *args, **kwargs):
+        if key == name:
+            raise error
+        return await get(store, key, *args, **kwargs)
 
-        reader = opened_tiny(two_tiny_ones)
+    def fail_too(files, path, *args, **kwargs):
+        if path == file:
+            raise error
+        return cat(files, path, *args, **kwargs)
 
-        def fail_too(
-            files, path, *args, error=error, file=f"{reader.newest.path}/{name}", **kwargs
-        ):
-            if path == file:
-                raise error
-            return cat(files, path, *args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(zarr.storage.LocalStore, "get", fail)
-            patch.setattr(LocalFileSystem, "cat_file", fail_too)
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr.storage.LocalStore, "get", fail)
+        patch.setattr(LocalFileSystem, "cat_file", fail_too)
+        for read in reader.restore, lambda: checkpoint_info.describe(reader.newest):
             with pytest.raises(OSError, match=r" can't be (opened|read): .*\S$") as caught:
-                reader.restore()
+                read()
             assert "\n" not in str(caught.value) and "damage" not in str(caught.value)
-            with pytest.raises(OSError, match=r" can't be (opened|read): .*\S$"):
-                checkpoint_info.describe(reader.newest)
-        assert_same_bits(reader.restore(), tiny(2))
+    assert_same_bits(reader.restore(), tiny(2))

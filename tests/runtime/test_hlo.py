@@ -61,8 +61,7 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, train
     for name, signature in ops:
         op = f"{name}({signature})"
         assert any(name.startswith(op) for name in names), op
-    steps = [e["args"]["step_num"] for e in timed if e["name"] == "train"]
-    assert [int(step) for step in steps] == [2, 3]
+    assert [int(e["args"]["step_num"]) for e in timed if e["name"] == "train"] == [2, 3]
 
     # Rows are the same as without a profile.
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]

@@ -153,9 +153,7 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
     assert logged == [{"step": step, "loss": 1.5} for step in (0, 3, 0)]
 
 
-def test_a_destination_that_is_not_there_is_told_before_compiling(
-    tmp_path, train_here, monkeypatch
-):
+def test_a_sink_that_is_not_there_is_told_before_compiling(tmp_path, train_here, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
     run = small_run(tmp_path)
     monkeypatch.setattr("checks.preflight.probe", None)  # nothing may be traced
@@ -170,9 +168,7 @@ def test_a_destination_that_is_not_there_is_told_before_compiling(
 def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     """Adds a sink as the module's docstring describes."""
     line = "SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
-    mine = (
-        "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"
-    )
+    mine = "def printed(*_):\n    return lambda row: print(row['loss'])\n\n\n"
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
     monkeypatch.setattr("runtime.run.SINKS", module.SINKS)
     for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0, 0):

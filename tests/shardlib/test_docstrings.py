@@ -9,7 +9,7 @@ from jax import lax
 
 from checks.layout import probe_mesh
 from shardlib import ops, types
-from shardlib.types import f32, i32, typed_shard_map
+from shardlib.types import f32, i32
 
 DOCS = [ops.__doc__, *(str(each.__doc__) for each in vars(ops).values())]
 EXAMPLES = re.findall(
@@ -17,7 +17,7 @@ EXAMPLES = re.findall(
     "\n".join(DOCS),
     re.MULTILINE,
 )
-DIMENSIONS = ["B", "L", "M", "F", "V", "Q", "K", "D", "N", "P", "Z"]
+DIMENSIONS = "BLMFVQKDNPZ"
 
 
 def test_there_are_examples_of_each_op():
@@ -30,26 +30,23 @@ def test_there_are_examples_of_each_op():
 def test_an_example(call, op, text, rest):
     operands, _ = types.parse_signature(text)
     names = [name for name in re.findall(r"\w+", rest) if name not in ("lax", "stop_gradient")]
-    given, body = [], []
+    kinds, sums = [], []
     for name, spec in zip(names, operands, strict=False):
-        kind = "i32" if name in ("ids", "targets", "document") else "f32"
+        kind = i32 if name in ("ids", "targets", "document") else f32
         dims = " ".join(str(dim) for dim in spec.dims).replace("[", "").replace("]", "")
         if spec.unreduced:  # a sum over a split dimension owes it
-            (axis,) = spec.unreduced
-            given.append((name, kind, f"Z/{axis} {dims}"))
-            body.append(f'{name} = ops.reduce_sum("Z/{axis} {dims} -> {spec}", {name})')
-        else:
-            given.append((name, kind, dims))
-    taken = ", ".join(f'{name}: {kind}["{dims}"]' for name, kind, dims in given)
-    # The op checks its own result.
-    lines = [f'def example({taken}) -> f32[""]:', *body, call, "return jnp.float32(0)"]
-    source = "\n    ".join(lines)
-    scope = {"ops": ops, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}
-    exec(source, scope)
-    mesh, sizes = probe_mesh(["d", "t"], DIMENSIONS)
-    structs = []
-    for _, kind, dims in given:
-        shape = [sizes[dim.name] for dim in types.parse_spec(dims).dims]
-        structs.append(jax.ShapeDtypeStruct(shape, scope[kind].dtype))
+            dims = f"Z/{spec.unreduced[0]} {dims}"
+        sums.append(f"{dims} -> {spec}" if spec.unreduced else "")
+        kinds.append(kind[dims])
+
+    @types.typed_shard_map
+    def example(arrays: tuple[*kinds]) -> f32[""]:
+        pairs = zip(sums, arrays, strict=True)
+        operands = [ops.reduce_sum(owed, x) if owed else x for owed, x in pairs]
+        scope = dict(zip(names, operands, strict=False))
+        eval(call, {"ops": ops, "lax": lax, "f32": f32} | scope)  # the op checks its own result
+        return jnp.float32(0)
+
+    mesh, sizes = probe_mesh("dt", DIMENSIONS)
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(jax.jit(typed_shard_map(scope["example"])), *structs)
+        jax.eval_shape(jax.jit(example), types.make_shapes(tuple[*kinds], sizes))

@@ -2,7 +2,6 @@
 misuse."""
 
 import inspect
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +9,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from checks.jaxprs import equations
 from checks.layout import probe_mesh
 from runtime.devices import make_mesh
-from shardlib import ops
-from shardlib.types import (
-    ShardTypeError,
-    bf16,
-    f32,
-    i32,
-    make_shapes,
-    pytree_dataclass,
-    several,
-    type_tree,
-    typed_shard_map,
-    u32,
-)
+from shardlib import ops, types
+from shardlib.errors import ShardTypeError
+from shardlib.types import bf16, f32, i32, pytree_dataclass, typed_shard_map, u32
 from tests import golden
 from tests.helpers import assert_close
 
@@ -51,7 +41,7 @@ def gather_two_dimensions(x: f32["B/d M/t"], w: f32["M/t F/d"]) -> f32["B/d F/t"
     w = ops.all_gather("M/t F/d -> M F", w)
     y = ops.einsum_unreduced("B/d M, M F -> B/d F", ops.all_gather("B/d M/t -> B/d M", x), w)
     # Every device along t has all of F; halved, they are partial sums that can be scattered.
-    y = lax.pcast(y / lax.axis_size("t"), several("t"), to="unreduced")
+    y = lax.pcast(y / lax.axis_size("t"), types.several("t"), to="unreduced")
     return ops.psum_scatter("B/d F {U:t} -> B/d F/t", y)
 
 
@@ -179,12 +169,9 @@ CASES = [
 @pytest.mark.parametrize("typed, plain, axes", CASES)
 def test_values_and_gradients(typed, plain, axes):
     rng = np.random.default_rng(0)
-    arrays = [
-        rng.normal(size=[SIZES[dim.name] for dim in type_tree(p.annotation).spec.dims]).astype(
-            np.float32
-        )
-        for p in inspect.signature(typed).parameters.values()
-    ]
+    kinds = [types.type_tree(p.annotation) for p in inspect.signature(typed).parameters.values()]
+    sizes = [[SIZES[dim.name] for dim in kind.spec.dims] for kind in kinds]
+    arrays = [rng.normal(size=size).astype("f") for size in sizes]
 
     def value_and_grads(fn):
         def objective(*xs):
@@ -208,7 +195,7 @@ def test_gathers_and_scatters_of_bf16_along_the_last_dimension(axes):
     @typed_shard_map
     def added(x: bf16["L M/t/d"]) -> bf16["L M/t/d"]:
         y = ops.all_gather("L M/t/d -> L M", x) * factors.astype(bf16.dtype)
-        y = lax.pcast(y, several(("d", "t")), to="unreduced")
+        y = lax.pcast(y, types.several(("d", "t")), to="unreduced")
         return ops.psum_scatter("L M {U:d,t} -> L M/t/d", y)
 
     x = np.random.default_rng(0).integers(-3, 4, (3, 16)).astype(bf16.dtype)
@@ -222,13 +209,9 @@ def test_gathers_and_scatters_of_bf16_along_the_last_dimension(axes):
 
 
 FOUR = [{"r": 2, "s": 2, "c": 1, "t": 2}, {"r": 1, "s": 2, "c": 2, "t": 2}]
-MOVES = [
-    ("N M/c/s/r F/t", "N/t/c/s/r M F"),
-    ("N M/c/s/r F/t", "N/c/s/r M F/t"),
-    ("N/t M/c/s/r F", "N/t/c/s/r M F"),
-    ("N M/t/c/s/r F", "N/s/r M/t/c F"),
-    ("N/t/c/s/r M F", "N M/t/c F/s/r"),
-]
+MOVES = [("N M/c/s/r F/t", "N/t/c/s/r M F"), ("N M/c/s/r F/t", "N/c/s/r M F/t")]
+MOVES += [("N/t M/c/s/r F", "N/t/c/s/r M F"), ("N M/t/c/s/r F", "N/s/r M/t/c F")]
+MOVES += [("N/t/c/s/r M F", "N M/t/c F/s/r")]
 
 
 @pytest.mark.parametrize("axes", FOUR, ids=str)
@@ -281,17 +264,6 @@ def test_gradients_of_an_entry_looked_up_often_are_summed_in_f32():
     np.testing.assert_allclose(grad.astype(jnp.float32)[:, 0], [7992, 0, 0, 8], rtol=1e-2)
 
 
-def product_dtypes(jaxpr):
-    """The dtypes of the operands and the result of each matmul in a jaxpr, nested ones included."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield tuple(str(x.aval.dtype) for x in (*eqn.invars, *eqn.outvars))
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from product_dtypes(inner)
-
-
 @typed_shard_map
 def logits(x: bf16["B/d M"], w: bf16["V/t M"]) -> f32["B/d V/t"]:
     return ops.einsum_unreduced("B/d M, V/t M -> B/d V/t", x, w, dtype=f32)
@@ -321,30 +293,27 @@ EINSUMS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "function, same, rtol, tolerance", EINSUMS, ids=[f.__name__ for f, *_ in EINSUMS]
-)
+@pytest.mark.parametrize("function, same, rtol, tolerance", EINSUMS)
 def test_einsums_of_bf16_round_only_their_result_and_its_gradient(function, same, rtol, tolerance):
     """Compares with f32. Here, on CPUs, matmuls have f32 results: see ops.einsum."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((8, 16), (24, 16)))
 
-    def loss(fn):
-        return jax.value_and_grad(
-            lambda x, w: jnp.sum(jnp.sin(fn(x, w).astype("float32") / 8)), (0, 1)
-        )
+    def grads_of(fn):
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w).astype("float32") / 8)), (0, 1))
 
     with jax.set_mesh(make_mesh(MESHES[0])):
         x, w = jax.device_get((x, w))
         values = jax.device_get(jax.jit(function)(x, w)).astype(np.float32)
-        _, grads = jax.device_get(jax.jit(loss(function))(x, w))
-        jaxpr = jax.make_jaxpr(loss(function))(x, w)
+        grads = jax.device_get(jax.jit(grads_of(function))(x, w))
+        jaxpr = jax.make_jaxpr(grads_of(function))(x, w)
     exact = [jnp.asarray(a, jnp.float32) for a in (x, w)]
     wanted = np.asarray(same(*exact))
     np.testing.assert_allclose(values, wanted, rtol=rtol, atol=rtol * np.abs(wanted).max())
-    _, wanted_grads = loss(same)(*exact)
-    assert_close([g.astype(np.float32) for g in grads], jax.device_get(wanted_grads), tolerance)
-    dtypes = list(product_dtypes(jaxpr.jaxpr))
+    wanted_grads = jax.device_get(grads_of(same)(*exact))
+    assert_close([g.astype(np.float32) for g in grads], wanted_grads, tolerance)
+    products = [e for e, *_ in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    dtypes = [tuple(str(x.aval.dtype) for x in (*e.invars, *e.outvars)) for e in products]
     assert len(dtypes) >= 3 or function is summed_logits, "one forward, two backward"
     if function in (logits, rounded_logits):
         assert set(dtypes) == {("bfloat16", "bfloat16", "float32")}
@@ -386,84 +355,65 @@ def test_the_scope_name_carries_the_string():
     assert name in lowered.compile().as_text()
 
 
-# Each misuse is called with x: f32["B/d L M/t"], w: f32["M/d F/t"], ids: i32["B/d L"] and
-# owed: f32["B/d L M {U:t}"], at sizes that tell all dimensions apart.
-einsum, index, scatter = ops.einsum_unreduced, ops.index_unreduced, ops.psum_scatter
-MISUSES = {
-    "all_gather of nothing": lambda a: ops.all_gather("B/d L M/t -> B/d L M/t", a.x),
-    "all_gather with a wrong dimension": lambda a: ops.all_gather("M/d F/t -> M/d F", a.x[0]),
-    "all_gather along the wrong axis": lambda a: ops.all_gather("M/t F/t -> M F/t", a.w),
-    "all_gather under another split": lambda a: ops.all_gather("M/t F/d -> M F/d", a.w),
-    "all_gather that reorders": lambda a: ops.all_gather("M/d F/t -> F/t M", a.w),
-    "all_gather of a pending sum": lambda a: ops.all_gather("B/d L M {U:t} -> B L M {U:t}", a.owed),
-    "all_gather over an axis order": lambda a: ops.all_gather("M/d/t -> M", a.x[0, 0]),
-    "all_gather over an unknown axis": lambda a: ops.all_gather("M/x F/t -> M F/t", a.w),
-    "all_gather of a list": lambda a: ops.all_gather("M/d -> M", [1.0]),
-    "all_gather with a bad string": lambda a: ops.all_gather("M/ F/t -> M F/t", a.w),
-    "all_gather of two operands": lambda a: ops.all_gather("M/d F/t -> M F/t", a.w, a.w),
-    "psum_scatter of what owes nothing": lambda a: scatter(
-        "B/d L M {U:t} -> B/d L M/t", ops.all_gather("B/d L M/t -> B/d L M", a.x)
-    ),
-    "psum_scatter that declares no sum": lambda a: scatter("B/d L M -> B/d L M/t", a.owed),
-    "psum_scatter that scatters nothing": lambda a: scatter("B/d L M {U:t} -> B/d L M", a.owed),
-    "psum_scatter of one axis, paying two": lambda a: scatter(
-        "L M {U:d,t} -> L M/t", ops.reduce_sum("B/d L M {U:t} -> L M {U:d,t}", a.owed)
-    ),
-    "psum twice": lambda a: ops.psum(
-        "B/d L M {U:t} -> B/d L M", ops.psum("B/d L M {U:t} -> B/d L M", a.owed)
-    ),
-    "psum that pays nothing": lambda a: ops.psum("B/d L M/t -> B/d L M/t", a.x),
-    "psum that owes more": lambda a: ops.psum("L M {U:t} -> L M {U:d}", a.owed[0]),
-    "psum that changes a split": lambda a: ops.psum("B/d L M {U:t} -> B/d L M/t", a.owed),
-    "reduce_sum that hides the sum": lambda a: ops.reduce_sum("B/d L M/t -> B/d L", a.x),
-    "reduce_sum of nothing": lambda a: ops.reduce_sum("B/d L M/t -> B/d L M/t", a.x),
-    "reduce_sum that reorders": lambda a: ops.reduce_sum("B/d L M/t -> L B/d {U:t}", a.x),
-    "reduce_sum that forgets a debt": lambda a: ops.reduce_sum("B/d L M {U:t} -> B/d M", a.owed),
-    "reduce_max of a pending sum": lambda a: ops.reduce_max("B/d L M {U:t} -> B/d L", a.owed),
-    "einsum that hides the sum": lambda a: einsum("B/d L M/t, M/t -> B/d L", a.x, a.x[0, 0]),
-    "einsum of one name with two splits": lambda a: einsum(
-        "B/d L M/t, M/d F/t -> B/d L F/t", a.x, a.w
-    ),
-    "einsum without the gather": lambda a: einsum("B/d L M, M F/t -> B/d L F/t", a.x, a.w),
-    "einsum of two dtypes": lambda a: einsum(
-        "B/d L M/t, M/t -> B/d L M/t", a.x, a.x[0, 0].astype(jnp.bfloat16)
-    ),
-    "einsum with a pending operand": lambda a: einsum(
-        "B/d L M {U:t}, L -> B/d M {U:t}", a.owed, a.x[0, :, 0]
-    ),
-    "einsum that takes a debt for a value": lambda a: einsum(
-        "B/d L M, L -> B/d M", a.owed, a.x[0, :, 0]
-    ),
-    "einsum with a new name on the right": lambda a: einsum("B/d L M/t -> B/d L M/t N", a.x),
-    "index_unreduced without brackets": lambda a: index("M/d F/t, B/d L -> B/d L F/t", a.w, a.ids),
-    "index_unreduced that hides the sum": lambda a: index("[F/t], B/d L -> B/d L", a.w[0], a.ids),
-    "index_unreduced by floats": lambda a: index("[F/t], B/d -> B/d {U:t}", a.w[0], a.x[:, 0, 0]),
-    "index_unreduced with a shared dimension second": lambda a: index(
-        "[M/t] L, B/d L -> B/d L {U:t}", a.x[0].T, a.ids
-    ),
-    "einsum of two dimensions split over one axis": lambda a: einsum(
-        "L M/t, L F/t -> L {U:t}", a.x[0], jnp.zeros_like(a.x[0, :, :1]) + a.w[0]
-    ),
-    "split of nothing": lambda a: ops.split("B/d L M/t -> B/d L M/t", a.x),
-    "split of a sum": lambda a: ops.split("B/d L M {U:t} -> B/d L M/t", a.owed),
-    "split that gathers": lambda a: ops.split("B/d L M/t -> B/d L M", a.x),
-    "indices of a dimension that isn't there": lambda a: ops.indices("B/d L M/t -> M", a.x),
-    "indices of two dimensions": lambda a: ops.indices("B/d L M/t -> L M/t", a.x),
-    "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
-    "all_to_all of nothing": lambda a: ops.all_to_all("M/d F/t -> M/d F/t", a.w),
-    "all_to_all that gathers": lambda a: ops.all_to_all("M/d F/t -> M F", a.w),
-    "all_to_all that reorders": lambda a: ops.all_to_all("M/d F/t -> F/d M/t", a.w),
-    "all_to_all that exchanges": lambda a: ops.all_to_all("M/d F/t -> M/t F/d", a.w),
-    "all_to_all of a sum": lambda a: ops.all_to_all("B/d L M {U:t} -> B L/d M {U:t}", a.owed),
-    "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
-    "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
-    "sum_of_squares of what differs": lambda a: ops.sum_of_squares(f32["F/t"], a.w.sum(0)),
-    "sum_of_squares of a pending sum": lambda a: ops.sum_of_squares(f32["B/d L M {U:t}"], a.owed),
-    "brackets in another op": lambda a: ops.all_gather("[M/d] F/t -> M F/t", a.w),
-}
+# By name, at sizes that tell all dimensions apart; run_misuse has the arrays.
+MISUSES = """
+all_gather of nothing: all_gather("B/d L M/t -> B/d L M/t", x)
+all_gather with a wrong dimension: all_gather("M/d F/t -> M/d F", x[0])
+all_gather along the wrong axis: all_gather("M/t F/t -> M F/t", w)
+all_gather under another split: all_gather("M/t F/d -> M F/d", w)
+all_gather that reorders: all_gather("M/d F/t -> F/t M", w)
+all_gather of a pending sum: all_gather("B/d L M {U:t} -> B L M {U:t}", owed)
+all_gather over an axis order: all_gather("M/d/t -> M", x[0, 0])
+all_gather over an unknown axis: all_gather("M/x F/t -> M F/t", w)
+all_gather of a list: all_gather("M/d -> M", [1.0])
+all_gather with a bad string: all_gather("M/ F/t -> M F/t", w)
+all_gather of two operands: all_gather("M/d F/t -> M F/t", w, w)
+psum_scatter of what owes nothing: psum_scatter("B/d L M {U:t} -> B/d L M/t", whole)
+psum_scatter that declares no sum: psum_scatter("B/d L M -> B/d L M/t", owed)
+psum_scatter that scatters nothing: psum_scatter("B/d L M {U:t} -> B/d L M", owed)
+psum_scatter of one axis, paying two: psum_scatter("L M {U:d,t} -> L M/t", twice_owed)
+psum twice: psum("B/d L M {U:t} -> B/d L M", psum("B/d L M {U:t} -> B/d L M", owed))
+psum that pays nothing: psum("B/d L M/t -> B/d L M/t", x)
+psum that owes more: psum("L M {U:t} -> L M {U:d}", owed[0])
+psum that changes a split: psum("B/d L M {U:t} -> B/d L M/t", owed)
+reduce_sum that hides the sum: reduce_sum("B/d L M/t -> B/d L", x)
+reduce_sum of nothing: reduce_sum("B/d L M/t -> B/d L M/t", x)
+reduce_sum that reorders: reduce_sum("B/d L M/t -> L B/d {U:t}", x)
+reduce_sum that forgets a debt: reduce_sum("B/d L M {U:t} -> B/d M", owed)
+reduce_max of a pending sum: reduce_max("B/d L M {U:t} -> B/d L", owed)
+einsum that hides the sum: einsum_unreduced("B/d L M/t, M/t -> B/d L", x, x[0, 0])
+einsum of one name with two splits: einsum_unreduced("B/d L M/t, M/d F/t -> B/d L F/t", x, w)
+einsum without the gather: einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w)
+einsum of two dtypes: einsum_unreduced("B/d L M/t, M/t -> B/d L M/t", x, x[0, 0].astype("bfloat16"))
+einsum with a pending operand: einsum_unreduced("B/d L M {U:t}, L -> B/d M {U:t}", owed, x[0, :, 0])
+einsum that takes a debt for a value: einsum_unreduced("B/d L M, L -> B/d M", owed, x[0, :, 0])
+einsum with a new name on the right: einsum_unreduced("B/d L M/t -> B/d L M/t N", x)
+index_unreduced without brackets: index_unreduced("M/d F/t, B/d L -> B/d L F/t", w, ids)
+index_unreduced that hides the sum: index_unreduced("[F/t], B/d L -> B/d L", w[0], ids)
+index_unreduced by floats: index_unreduced("[F/t], B/d -> B/d {U:t}", w[0], x[:, 0, 0])
+index_unreduced sharing the second: index_unreduced("[M/t] L, B/d L -> B/d L {U:t}", x[0].T, ids)
+einsum of two splits over one axis: einsum_unreduced("L M/t, L F/t -> L {U:t}", x[0], wide[0])
+split of nothing: split("B/d L M/t -> B/d L M/t", x)
+split of a sum: split("B/d L M {U:t} -> B/d L M/t", owed)
+split that gathers: split("B/d L M/t -> B/d L M", x)
+indices of a dimension that isn't there: indices("B/d L M/t -> M", x)
+indices of two dimensions: indices("B/d L M/t -> L M/t", x)
+broadcast that gathers: broadcast("B/d L M/t -> B/d L M", x)
+all_to_all of nothing: all_to_all("M/d F/t -> M/d F/t", w)
+all_to_all that gathers: all_to_all("M/d F/t -> M F", w)
+all_to_all that reorders: all_to_all("M/d F/t -> F/d M/t", w)
+all_to_all that exchanges: all_to_all("M/d F/t -> M/t F/d", w)
+all_to_all of a sum: all_to_all("B/d L M {U:t} -> B L/d M {U:t}", owed)
+all_gather of two arrays: all_gather("M/d, M/d -> M", w[:, 0], w[:, 0])
+all_gather with the string last: all_gather(w, "M/d F/t -> M F/t")
+sum_of_squares of what differs: sum_of_squares(f32["F/t"], w.sum(0))
+sum_of_squares of a pending sum: sum_of_squares(f32["B/d L M {U:t}"], owed)
+brackets in another op: all_gather("[M/d] F/t -> M F/t", w)
+"""
+MISUSES = dict(line.split(": ", 1) for line in MISUSES.strip().splitlines())
 
 
-def run_misuse(misuse):
+def run_misuse(call):
     @pytree_dataclass
     class Arrays:
         x: f32["B/d L M/t"]
@@ -475,11 +425,13 @@ def run_misuse(misuse):
         whole = ops.all_gather("B/d L M/t -> B/d L M", arrays.x)
         products = whole[..., None] * arrays.w[0]
         owed = ops.reduce_sum("B/d L M F/t -> B/d L M {U:t}", products)
-        return misuse(types.SimpleNamespace(**vars(arrays), owed=owed))
+        made = {"whole": whole, "owed": owed, "wide": products[:, :, 0]}  # B/d L F/t
+        made["twice_owed"] = ops.reduce_sum("B/d L M {U:t} -> L M {U:d,t}", owed)
+        return eval(call, vars(ops) | vars(arrays) | made | {"f32": f32})
 
     mesh, sizes = probe_mesh("dt", "BLMF")
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(jax.jit(fn), make_shapes(Arrays, sizes))
+        jax.eval_shape(jax.jit(fn), types.make_shapes(Arrays, sizes))
 
 
 @pytest.mark.parametrize("case", MISUSES)
@@ -490,7 +442,7 @@ def test_misuse_raises_at_trace_time(case):
 
 def test_an_uneven_psum_scatter_is_an_error_of_jax():
     with pytest.raises(ValueError, match="size 7 must be divisible by"):
-        run_misuse(lambda a: ops.psum_scatter("B/d 7 M {U:t} -> B/d 7/t M", a.owed[:, :7]))
+        run_misuse('psum_scatter("B/d 7 M {U:t} -> B/d 7/t M", owed[:, :7])')
 
 
 def test_ops_stand_inside_a_shard_map():
