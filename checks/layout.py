@@ -220,7 +220,7 @@ def _parts_in_ops(jaxpr: Any, axes: dict[str, int]) -> Iterator[str]:
     result, and over which the op doesn't communicate."""
     last, sent = {}, collections.defaultdict[str, set[str]](set)
     for eqn, path, line, *_ in equations(jaxpr):
-        if "->" in (op := op_of(eqn, path)) and "transpose(" not in path:
+        if "->" in (op := op_of(eqn, path)) and "transpose(" not in path and eqn.outvars:
             last[op] = eqn, line
             sent[op] |= {*axes_of(eqn)} if eqn.primitive.name in COLLECTIVES else set()
     for op, (eqn, line) in last.items():

@@ -47,8 +47,8 @@ def scope_name(op: str, signature: str) -> str:
     return f"{op}({signature})".replace("/", "|")
 
 
-# Finds an op's scope name in a longer path.
-SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
+# Finds an op's scope name in a longer path. jvp(ab,bc->ac) is the gradient of a jnp.einsum.
+SCOPE = re.compile(r"\b(?!(?:jvp|transpose|vmap)\()\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
 # Called with each operand and result of an op, its layout and description; returns the value.

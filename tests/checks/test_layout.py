@@ -215,6 +215,23 @@ def test_the_flops_of_convolutions_and_of_matmuls_by_group():
     assert sorted(flops(grouped, (2, 4, 9), (6, 2, 3))) == sorted(n // 2 for n in each)
 
 
+def test_what_jnp_einsum_contracts_is_seen_where_it_is_differentiated():
+    """JAX names it jvp(bm,bm->m) there, like an op."""
+
+    def gradient(x: f32["B/d M"]) -> f32["B/d M"]:
+        def loss(x: f32["B/d M"]) -> f32[""]:
+            y = x * jnp.einsum("bm,bm->m", x, x)
+            return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
+
+        return jax.grad(loss)(x)
+
+    on, sizes = layout.probe_mesh("d", "BM")
+    with jax.sharding.use_abstract_mesh(on):
+        traced = jax.make_jaxpr(typed_shard_map(gradient))(types.make_shapes(f32["B/d M"], sizes))
+    with pytest.raises(ShardTypeError, match="dot_general over B/d, of which"):
+        layout.check(traced.jaxpr, dict(on.shape), sizes)
+
+
 def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
     """The gradient of `scale`, which is replicated, sums over d, as the array that it multiplies
     varies along d."""
