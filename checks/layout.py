@@ -143,9 +143,11 @@ def probe(
     axes: Iterable[str],
     dims: Iterable[str],
     alone: Collection[str] = (),
+    unused: Collection[str] = (),
 ) -> Any:
     """Checks a function at the sizes of `probe_mesh` and returns its jaxpr there.
-    `trace(mesh, sizes)` traces the function. Raises ShardTypeError, and whatever `trace` raises."""
+    `trace(mesh, sizes)` traces the function. `unused` is for `check`. Raises ShardTypeError, and
+    whatever `trace` raises."""
     mesh, sizes = probe_mesh(axes, dims, alone)
     axes_at_probe = dict(mesh.shape)
     try:
@@ -153,11 +155,18 @@ def probe(
     except Exception as error:
         error.args = tuple(name_lengths(str(arg), axes_at_probe, sizes) for arg in error.args)
         raise
-    check(jaxpr, axes_at_probe, sizes)
+    check(jaxpr, axes_at_probe, sizes, unused)
     return jaxpr
 
 
-def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
+# A step may do this along a dimension that the config's mesh doesn't split, such as a recurrence
+# along L.
+IN_ORDER = "scan", "rev", "gather", "dynamic_slice", "dynamic_update_slice"
+
+
+def check(
+    jaxpr: Any, axes: dict[str, int], sizes: dict[str, int], unused: Collection[str] = ()
+) -> None:
     """Raises ShardTypeError if a jaxpr, traced at the sizes of `probe_mesh`, has outside of ops
 
     - a collective, written there, or added by JAX for the gradient of a replicated value that is
@@ -166,7 +175,8 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
     - in the forward pass, a reduction, sort, loop, numbering, lookup or scatter along a split
       dimension, or along joined or padded parts; or a constant or random numbers as long as a
-      device's part."""
+      device's part. Dimensions that are only split over `unused` axes may be looped over,
+      reversed and looked up in."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
@@ -200,6 +210,8 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             taken += [("constant", n) for v, x in pairs if x.constant for n in v.aval.shape]
         for what, length in taken:
             for dim in parts(length):
+                if what in IN_ORDER and {*dim.over} <= {*unused}:
+                    continue
                 problems.append(
                     f"{at}: {what} over {dim}, of which each device has only a part: "
                     + CURES.get(f"{what} of {dim.name}", CURES.get(what, GATHER))

@@ -64,6 +64,9 @@ TINY = {
 }
 
 
+# Axes that tiny runs split, into parts, even if the config's mesh doesn't.
+ALWAYS = {"s": 2, "t": 3}
+
 # Environment variables that differ between hosts, and so between the check's processes. The first
 # one changes the order of a set of strings.
 OF_A_HOST = "PYTHONHASHSEED", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"
@@ -137,11 +140,12 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
         return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
 
     axes = config.mesh.axes
-    probed = layout.probe(trace, axes, dimensions(config), alone)
+    unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
+    probed = layout.probe(trace, axes, dimensions(config), alone, unused)
     for function in trials.beside_the_step(program).values():
         with contextlib.suppress(LookupError):  # `untried` names it
             other = functools.partial(trace, function=function)
-            layout.probe(other, axes, dimensions(config), alone)
+            layout.probe(other, axes, dimensions(config), alone, unused)
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
     if parting := layout.parting(own, one, entries=True):
         at, here, there = parting
@@ -226,7 +230,7 @@ def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[
     axes that the config's mesh splits, with microbatches and loss chunks if the config has them. If
     the step passes values to neighbors along the axes `passed_along`, the mesh splits only these,
     into four: with two, the left and right neighbors are the same."""
-    split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
+    split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | ALWAYS
     if passed_along:
         split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
     sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
