@@ -159,13 +159,17 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
 def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     """Names the first thing that tiny runs don't test, or returns "": a function that can't be
-    called, a number in the step that depends on the mesh, or a computation that the step doesn't do
-    at tiny sizes. `own` and `one` are the step's jaxprs on the config's mesh and on one device."""
+    called, or one that maps another over devices where it is called, a number in the step that
+    depends on the mesh, or a computation that the step doesn't do at tiny sizes. `own` and `one`
+    are the step's jaxprs on the config's mesh and on one device."""
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
         except LookupError as error:
             return f"{name} isn't checked: nothing fits its parameter {error.args[0]}"
+    if hidden := trials.out_of_sight(program):
+        cure = f"define it outside of {hidden[0]}, under typed_shard_map"
+        return f"{hidden[0]} maps a function over devices that isn't checked: {cure}"
     if parting := layout.parting(own, one, numbers=True):
         at, here, there = parting
         return (

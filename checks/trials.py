@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,18 @@ def beside_the_step(program: Any) -> dict[str, Any]:
     known = {name: x for each in modules for name, x in vars(each).items() if callable(x)}
     found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
     return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
+
+
+def out_of_sight(program: Any) -> list[str]:
+    """Names the program's functions that make a shard_map only when they are called."""
+
+    def makes(code: Any) -> bool:
+        inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+        return bool({"shard_map", "typed_shard_map"} & {*code.co_names}) or any(map(makes, inner))
+
+    found = (inspect.unwrap(x) for x in vars(program).values() if callable(x))
+    functions = [x for x in found if inspect.isfunction(x) and x.__module__ == program.__name__]
+    return [x.__name__ for x in functions if makes(x.__code__)]
 
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:

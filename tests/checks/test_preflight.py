@@ -244,6 +244,13 @@ def test_a_function_that_only_the_loop_calls_is_tried():
     assert untried(module, config) == "averaged isn't checked: nothing fits its parameter every"
 
 
+@pytest.mark.parametrize("mapped", ["typed_shard_map(print)", "jax.shard_map(print)"])
+def test_a_function_that_the_loop_maps_over_devices_is_named(mapped):
+    kinds = "kinds = state_type(config)"
+    module = edited("train.py", (kinds, f"{kinds} or {mapped}"))
+    assert untried(module, config_of(module)).startswith("fresh_state maps a function over devices")
+
+
 @pytest.mark.parametrize("mesh, added", [("{d: 2, t: 1}", True), ("{d: 2, t: 2}", False)])
 def test_an_edit_that_is_right_on_this_mesh_alone(mesh, added):
     module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    hidden = jax.nn.softmax(hidden)"))
