@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, op_of
+from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, constants, equations, op_of
 from runtime.hlo import phase
 from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
@@ -159,9 +159,9 @@ def probe(
     return jaxpr
 
 
-# A step may do this along a dimension that the config's mesh doesn't split, such as a recurrence
-# along L.
-IN_ORDER = "scan", "rev", "gather", "dynamic_slice", "dynamic_update_slice"
+# A step may do this along a dimension that the config's mesh doesn't split, such as a lookup of
+# other positions.
+IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice"
 
 
 def check(
@@ -173,10 +173,10 @@ def check(
       used with a varying one;
     - an index of a device on the mesh;
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
-    - in the forward pass, a reduction, sort, loop, numbering, lookup or scatter along a split
+    - in the forward pass, a reduction, sort, numbering, lookup or scatter along a split
       dimension, or along joined or padded parts; or a constant or random numbers as long as a
-      device's part. Dimensions that are only split over `unused` axes may be looped over,
-      reversed and looked up in."""
+      device's part. Dimensions that are only split over `unused` axes may be reversed and
+      looked up in."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
@@ -269,8 +269,6 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
         return [params["shape"][params["dimension"]]]
     if name in ("random_bits", "random_split"):
         return [*params["shape"]]
-    if name == "scan" and eqn.invars[carried(eqn)]:
-        return [params["length"]]
     if name.startswith("scatter"):
         numbers, (_, _, updates, *_) = params["dimension_numbers"], shapes
         of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]

@@ -33,19 +33,17 @@ def test_a_part_that_is_numbered_from_0_is_found():
     probe((LINE, f"hidden = gate * up * ({by_op})"))
 
 
-LOOP = "lax.scan(lambda sum, x: (sum + x,) * 2, 0 * up[:, 0], up.swapaxes(0, 1))"
 PART_FOR_WHOLE = {  # of rows, or of the sequence
     "random_bits over B/d": "jax.random.bernoulli(jax.random.key(0), 0.9, up.shape)",
     "random_split over B/d": "jax.random.split(jax.random.key(0), len(up)).size",
     "rev over B/d": "up[::-1]",
-    "scan over L/c": f"{LOOP}[1].swapaxes(0, 1)",
     "gather over L/c": "jnp.take_along_axis(up, jnp.int32(h[:, :, :1] > 0), axis=1)",
 }
 
 
 @pytest.mark.parametrize("what", PART_FOR_WHOLE)
 def test_a_part_that_is_taken_for_the_whole_is_found(what):
-    """Where the mesh doesn't split L, a step may loop over it and look up in it."""
+    """Where the mesh doesn't split L, a step may look up in it."""
     edit = LINE, f"hidden = (gate * {PART_FOR_WHOLE[what]}).astype(gate.dtype)"
     with pytest.raises(ShardTypeError, match=f", in swiglu: {what}, of which each device has only"):
         probe(edit, mesh="{d: 2, c: 2, t: 2}")
