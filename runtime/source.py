@@ -7,16 +7,11 @@ from typing import Any
 
 import jax
 
-ROOT = os.path.dirname(os.path.dirname(__file__))
+from runtime.config import ROOT
+
 # Our own files and folders: errors and audits name the user's line that led into them.
-OURS = (
-    "shardlib/",
-    "kernels/attention",
-    "kernels/flash_attention",
-    "checks/layout",
-    "checks/numbers",
-)
-BEHIND_OPS = [os.path.join(ROOT, each) for each in OURS]
+OURS = "shardlib/ kernels/attention kernels/flash_attention checks/layout checks/numbers"
+BEHIND_OPS = [f"{ROOT}/{each}" for each in OURS.split()]
 LIBRARIES = (
     *(os.path.dirname(jax.__file__), "<frozen "),
     *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
@@ -29,8 +24,8 @@ def is_users(file: str) -> bool:
 
 
 def source_line(trace: Any) -> str:
-    """The user's innermost frame of a JAX traceback, with its function's
-    name: `train.py:253 block`. Empty if there is none."""
+    """The user's innermost frame of a JAX traceback, with its function's name, such as
+    `train.py:253 block`. Empty if there is none."""
     for frame in trace.frames if trace else ():
         if is_users(frame.file_name):
             function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]

@@ -83,7 +83,8 @@ VISIBLE = 'print(mesh.size, jax.config.values["jax_cuda_visible_devices"])'
 
 
 def printed_by(script, *arguments, devices=1, cluster=slurm):
-    """What a script prints on two hosts, each with an argument of its own, once connected."""
+    """Returns what a script prints on two hosts, each with an argument of its own, once they are
+    connected."""
 
     def command(i):
         mesh = f"mesh={{d: {2 * devices}, t: 1}}"

@@ -43,7 +43,7 @@ PART_FOR_WHOLE = {  # of rows, or of the sequence
 
 @pytest.mark.parametrize("what", PART_FOR_WHOLE)
 def test_a_part_that_is_taken_for_the_whole_is_found(what):
-    """Where the mesh doesn't split L, a step may look up in it."""
+    """A step may look up other positions if the mesh doesn't split L."""
     edit = LINE, f"hidden = (gate * {PART_FOR_WHOLE[what]}).astype(gate.dtype)"
     with pytest.raises(ShardTypeError, match=f", in swiglu: {what}, of which each device has only"):
         probe(edit, mesh="{d: 2, c: 2, t: 2}")
