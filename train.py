@@ -420,6 +420,12 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
     return jax.tree.map(gather, type_tree(Weights, weights), weights)
 
 
+def in_microbatches(batch: TokenBatch, config: Config) -> TokenBatch:
+    """Splits each device's own rows into microbatches, along a first dimension."""
+    n = config.training.microbatches
+    return jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=n), batch)
+
+
 @typechecked
 def loss_and_grads(
     weights: Stored, batch: TokenBatch, config: Config
@@ -431,11 +437,10 @@ def loss_and_grads(
     gradients, which are added up in f32. Over r, weights and gradients are sent once for all
     microbatches."""
     replica, scatter_over_r = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
-    microbatches = config.training.microbatches
     count = target_count(batch)
     value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
     value_and_grads = functools.partial(value_and_grads, replica, count=count, config=config)
-    if microbatches == 1:
+    if config.training.microbatches == 1:
         total = value_and_grads(batch)
     else:
 
@@ -444,8 +449,7 @@ def loss_and_grads(
             part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
-        # Splits each device's own rows.
-        parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
+        parts = in_microbatches(batch, config)
         sums, _ = jax.eval_shape(value_and_grads, jax.tree.map(lambda x: x[0], parts))
         wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
@@ -568,9 +572,13 @@ def training_step(
 @typed_shard_map
 def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> dict[str, f32[""]]:
     """The number of targets, and the sum of their losses in nats."""
-    targets = target_count(batch)
-    _, sums = total_loss(gather_replica(cast(weights)), batch, targets, config)
-    return {"targets": targets, "nats": sums["loss"]}
+    replica, targets = gather_replica(cast(weights)), target_count(batch)
+
+    def nats(rows: TokenBatch) -> jax.Array:
+        return total_loss(replica, rows, targets, config)[1]["loss"]
+
+    parts = lax.map(nats, in_microbatches(batch, config))
+    return {"targets": targets, "nats": parts.sum()}
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -653,8 +661,8 @@ def train(
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
-    others = described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
-    for note in filter(None, (of_muon, *others)):
+    notes = of_muon, described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
+    for note in filter(None, (*notes, config.note())):
         say(note)
     saved, skippable = checkpoints.newest.step, training.max_skipped_updates
     with Run(config, saved, first, training.steps, tokens, flops, skippable) as run:

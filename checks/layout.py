@@ -385,6 +385,10 @@ def _same_share(part: Taken, whole: Taken) -> bool:
 COUNTS = "k", "y"
 
 
+# Primitives that only hold equations. JAX leaves some without any while it differentiates a loop.
+CALLS = "jit", "custom_jvp_call", "custom_vjp_call"
+
+
 def _shown(x: np.ndarray) -> str:
     return str(x) if x.size == 1 else f"numbers of checksum {zlib.crc32(x.tobytes())}"
 
@@ -403,7 +407,7 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
             if op != before and phase(path) == "forward":
                 yield Computed(line, op)
             continue
-        if name in SHAPING:
+        if name in (*SHAPING, *CALLS):
             continue
         inner = [*jaxprs_in_params(eqn.params)]
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)

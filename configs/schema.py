@@ -17,6 +17,16 @@ from variants.families import QK_NORMS, RopeScalingConfig
 # compile: see docs/gpus.md and docs/performance.md.
 UNROLLED = {"gpu": 32, "tpu": 8}
 
+# Settings that have no effect without one of others.
+NEEDS = {
+    "training.cooldown_steps": ["training.schedule=wsd"],
+    "training.routing.balance_cost": ["model.experts"],
+    "training.routing.z_cost": ["model.experts"],
+    "flat_tokens.validation": ["training.validation_interval", "training.validation_at_start"],
+    "hf_dataset.validation_split": ["training.validation_interval", "training.validation_at_start"],
+    "checkpoints.keep_every": ["checkpoints.keep_last"],
+}
+
 
 # All sections are hashable, so that a jitted function can take a config as a static argument.
 @dataclasses.dataclass(unsafe_hash=True)
@@ -112,6 +122,18 @@ class Config(RunConfig, DataConfig):
         problem = "it needs training.microbatches=1: the cost isn't a sum over microbatches"
         fits = alone or not training.routing.balance_cost
         self.require(fits, "training.routing.balance_cost", problem)
+
+    def note(self) -> str:
+        """Returns a note that names a setting without effect, or ""."""
+
+        def holds(condition: str) -> bool:
+            key, _, wanted = condition.partition("=")
+            return bool(self.at(key)) and wanted in ("", self.at(key))
+
+        for key, others in NEEDS.items():
+            if self.at(key) and not any(map(holds, others)):
+                return f"note: {key} has no effect without {' or '.join(others)}"
+        return ""
 
     def layers_at_a_time(self, platform: str) -> int:
         """Returns how many layers the loop over layers computes at a time on a platform. For "", a

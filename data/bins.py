@@ -19,6 +19,7 @@ HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic nu
 # How files of other kinds begin.
 OTHERS = {
     b"\x93NUMPY": "it is NumPy's .npy: write np.load(old).tofile(new)",
+    b"LITPKDS": "it is lit-gpt's, with a header and padding: tokenize its text again",
     b"version https://git-lfs": "it is a pointer of Git LFS: get the file with git lfs pull",
 }
 
@@ -110,13 +111,6 @@ class Bins:
             raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
 
-    def check_end_token(self) -> None:
-        """Raises FlatTokensError if no document ends with the end token."""
-        blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
-        if self.end_token >= 0 and not any(self.end_token in block for block in blocks):
-            cure = "choose the id that ends its documents, or leave the end token out"
-            raise FlatTokensError(f"{self.name} doesn't have end_token={self.end_token}: {cure}")
-
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
         before = max(start - 1, 0)  # a document may end there
@@ -129,3 +123,14 @@ class Bins:
             raise FlatTokensError(f"{self.name}: {problem} must be larger")
         starts = np.flatnonzero(ids[:-1] == self.end_token) + 1 + before - start
         return encode(ids[start - before :], np.append(starts, [0] * (start == 0)).astype(np.intp))
+
+
+def check_end_token(several: list[Bins]) -> None:
+    """Raises FlatTokensError if no document of any of them ends with their end token."""
+    parts = (ids for bins in several for ids in bins.parts)
+    blocks = (ids[i : i + CHUNK] for ids in parts for i in range(0, len(ids), CHUNK))
+    end = max((bins.end_token for bins in several), default=-1)
+    if end >= 0 and not any(end in block for block in blocks):
+        names = " and ".join(bins.name for bins in several)
+        cure = "choose the id that ends documents, or leave the end token out"
+        raise FlatTokensError(f"no id in {names} is end_token={end}: {cure}")

@@ -35,7 +35,7 @@ from jaxtyping import Bool, Int64, UInt32
 from pydantic import BeforeValidator, Field
 
 from data import flat_tokens
-from data.bins import Bins, bin_files
+from data.bins import Bins, bin_files, check_end_token
 from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, tokenizer_of
 from data.text import ahead, difference
 from kernels.attention import balanced
@@ -450,9 +450,8 @@ class Mixture(Batches):
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
-        bins = [x for x in data if isinstance(x, Bins)]
-        if len(bins) == 1 and split == "train":  # of several, some may be one document
-            bins[0].check_end_token()
+        if split == "train":
+            check_end_token([x for x in data if isinstance(x, Bins)])
         self.made_of = {
             "tokens": [x.rows_from for x in data],
             "samples": [*map(sample, data)],

@@ -48,13 +48,14 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept an imported model's tokenizer and
     settings, if a checkpoint is that model or was trained from it, in any number of runs. Returns
     None otherwise, or if one of these runs allowed another tokenizer."""
-    seen = set[str]()
+    seen, start = set[str](), checkpoint.start
     with contextlib.suppress(UserError, OSError):  # a checkpoint is gone or damaged
         while checkpoint.path not in seen:
             seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
             if os.path.isfile(f"{kept}/config.json"):
-                return kept
+                # A later import may have taken the place of the one that the run started from.
+                return kept if checkpoint.start <= start else None
             settings = flat(checkpoint.settings)
             cloned = str(settings.get("paths.clone_from") or "://")
             # A remote path that only a checkpoint names is never opened.

@@ -336,9 +336,14 @@ def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    whole = config.sample_by == "document"
+    # A byte order mark isn't text.
+    encoding = "utf-8-sig" if config.encoding == "utf-8" else config.encoding
     # newline="" keeps line ends as they are.
-    with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline="") as text:
-        yield {"text": text.read().removeprefix("\ufeff")}  # the byte order mark, as above
+    newline = "" if whole else None
+    with io.TextIOWrapper(file, encoding, config.encoding_errors, newline=newline) as text:
+        for row in [text.read()] if whole else text:
+            yield {"text": row if whole or config.keep_linebreaks else row.removesuffix("\n")}
 
 
 READERS = {
@@ -375,11 +380,20 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
 def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, or of the files in a zip archive."""
     import datasets
-    from datasets.utils.file_utils import xopen
+    from datasets.utils.file_utils import xjoin, xopen, xwalk
 
     options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.StreamingDownloadManager(download_config=options)
-    for part in manager.iter_files(manager.extract(file)):
+    parts = [archive := manager.extract(file)]
+    if zipped := archive.startswith("zip://"):  # iter_files would leave out __init__.py
+        walk = xwalk(archive, download_config=options)
+        parts = [xjoin(folder, name) for folder, _, names in walk for name in names]
+    for part in sorted(parts, key=lambda part: os.path.split(part.partition("::")[0])):
+        inside = part.partition("::")[0] if zipped else ""
+        if re.search(r"/(\.|__MACOSX/)", inside):  # hidden
+            continue
+        if ARCHIVES.search(inside) or inside.lower().endswith(".zip"):
+            raise UserError(f"{inside} in {file} is an archive, too: unpack them")
         with xopen(part, "rb", download_config=options) as opened:
             # A file in an archive may be compressed, too.
             kind = infer_compression(part.partition("::")[0])
@@ -475,6 +489,11 @@ class Source:
             with contextlib.suppress(FileNotFoundError):
                 if local:
                     found = fsspec.filesystem("file").glob(place)
+                    special = {x for x in found if re.search("/__(?!pycache__/)[^/]*/", x)}
+                    left = special.difference(resolve_pattern(place, "") if special else ())
+                    if left and not self.names:
+                        listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
+                        self.notes.append(f"{name} leaves out folders like __x__: {listed}")
                 else:
                     found = resolve_pattern(pattern, "", download_config=DownloadConfig(**access))
             if not found:
@@ -498,7 +517,8 @@ class Source:
                 if reader and ARCHIVES.search(name):
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
-            if ours and self.load_dataset.get("sample_by", "document") == "document":
+            builder.config.sample_by = self.load_dataset.get("sample_by", "document")
+            if ours and builder.config.sample_by != "paragraph":
                 rows = functools.partial(file_rows, builder, reader, self.column)
                 shards = [(name, functools.partial(rows, name)) for name, _ in files]
             else:
@@ -529,8 +549,16 @@ class Source:
         for name in {*wanted} - {*splits}:
             raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
         folder, card = self.folder, self.folder / "README.md"
-        listing = card.is_file() and "data_files:" in card.read_text()  # of each split's files
+        card_text = card.read_text() if card.is_file() else ""
+        listing = card_text.startswith("---") and "data_files:" in card_text  # of each split's
         by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
+        if by_name and (saved := [*folder.glob("state.json"), *folder.glob("*/state.json")]):
+            inner = (
+                f"path: arrow, data_files: {saved[0].parent}/data-*.arrow"  # without map's caches
+            )
+            raise UserError(
+                f"{folder} is from Dataset.save_to_disk: choose load_dataset={{{inner}}}"
+            )
         files = resolve_pattern("**", str(folder)) if by_name else []
         left = {*files}.difference([str(card)], *splits.values())
         if texts := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
@@ -543,10 +571,11 @@ class Source:
             self.notes.append(f"{folder} has files that aren't read: {listed(left)}")
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
-        for name, times in Counter(name for name, _ in pairs).items():
+        names = [x if "://" in x else os.path.realpath(x) for x, _ in pairs]
+        for name, times in Counter(names).items():
             if times > 1 and not self.names:
                 self.notes.append(f"{name} is read {times} times")
-        self.names = {x if "://" in x else os.path.realpath(x) for x, _ in pairs}
+        self.names = {*names}
         return pairs
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:

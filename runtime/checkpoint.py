@@ -305,8 +305,8 @@ class Checkpoints:
     def starting_point(self, clone_from: str, weights_only: bool) -> tuple["Checkpoints", int]:
         """Returns the checkpoints to start from, and the step to start at. The checkpoints are
         this run's if it has any or `clone_from` is empty, else those at the path `clone_from`.
-        Raises CheckpointError if `clone_from` has none or if the newest has a different model, and
-        OSError if this run can't save its own."""
+        Raises CheckpointError if `clone_from` has none, if the newest has a different model, or if
+        the run's folder is an import, and OSError if this run can't save its own."""
         source, prefix = self, ""
         if clone_from and not self.newest.step:
             source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
@@ -315,6 +315,10 @@ class Checkpoints:
                 raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
         if source.newest.step:
             source.check_model(prefix)
+        folder = os.path.dirname(self.path)
+        if imported := [name for name in storage.names(folder) if re.fullmatch(NAME, name)]:
+            problem = f"{folder} has an imported model, {imported[0]}, which tools would take for "
+            raise CheckpointError(f"{problem}this run's: choose another {self.key}")
         self._try_store()
         return source, 0 if prefix else source.newest.step
 

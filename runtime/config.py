@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import operator
 import os
@@ -105,6 +106,10 @@ class Section:
         if not condition:
             value = operator.attrgetter(name)(self)
             raise UserError(f"{self.prefix}{name}={_shown(value)}: {problem}")
+
+    def at(self, key: str) -> Any:
+        """Returns the value of a dotted key, or None if a section on the way to it is null."""
+        return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), self)
 
     def changed(self, values: dict[str, Any]) -> typing.Self:
         """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.bins import HEADERS, Bins, bin_files
+from data.bins import HEADERS, Bins, bin_files, check_end_token
 from data.flat_tokens import CHUNK, MAX_ID, SPLITS, FlatTokens, Writer, encode
 from data.text import counted
 from runtime.config import within
@@ -83,11 +83,15 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.frombuffer(content, "<i4", count, 34)
         places = np.frombuffer(content, "<i8", count, 34 + 4 * count)
         firsts = np.frombuffer(content, "<i8", documents, 34 + 12 * count)
+        whole = [*firsts[[0, -1]]] == [0, count] and (np.diff(firsts) >= 0).all()
         ids, end = np.memmap(file, kind, "r"), int(places[-1]) // kind.itemsize + int(lengths[-1])
     except (ValueError, IndexError, KeyError, TypeError):
         raise UserError(f"{index} isn't an index of Megatron-LM for ids, or was cut off") from None
     if len(ids) != end:
         raise UserError(f"{file} has {len(ids):,} ids, {index} says {end:,}: was it cut off?")
+    if not whole:  # an early merge_file_ left out the documents of all files but the first
+        problem = f"{index} doesn't list the documents of all {count:,} sequences"
+        raise UserError(f"{problem}: convert the files it was merged from")
     return ids, np.unique(places[firsts[firsts < count]] // kind.itemsize)
 
 
@@ -115,7 +119,7 @@ def from_bins(source: str, output: str, end_token: int | None, kind: str | None)
         parts = megatron_parts(source)
     else:
         data = Bins(source, end_token, kind or "uint16")
-        data.check_end_token()
+        check_end_token([data])
         bounds = range(0, data.token_count, PART)
         parts = (data.read_encoded(low, min(low + PART, data.token_count)) for low in bounds)
     with Writer(*split_of(output)) as writer:

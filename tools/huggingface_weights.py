@@ -38,7 +38,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import huggingface_hub
@@ -66,11 +66,12 @@ from tools import arguments
 from tools.generate.model import Text, check_ids
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
-# The files of a tokenizer and of the settings for generation.
-SETTINGS = (
+# The files of a tokenizer, and with them those of the settings for generation.
+TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
+SETTINGS = *TOKENIZER, "generation_config.json"
 SAMPLE = "The cats'\n\n  3,456 caf\u00e9s,\tI'LL be \u4f60\u597d."  # to compare tokenizers
 OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # weights
 UNFINISHED = "config.json.unfinished"  # its name until the export is complete
@@ -264,6 +265,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         raise UserError(f"model_type is {family}, not {', '.join(FAMILIES)}")
     # Fills in defaults for what is left out.
     config: Any = transformers.AutoConfig.for_model(**values)
+    config.standardize_rope_params()  # as the model does: some entries have two places
     # Entries without effect; "type" is an older name of rope_type.
     ignored = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
     rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
@@ -334,9 +336,8 @@ def check_empty(path: str) -> None:
         raise UserError(f"{path} isn't empty: choose a new or empty folder")
 
 
-def copy_settings(source: str, folder: pathlib.Path) -> None:
-    """Copies the tokenizer's files, chat templates and generation_config.json of a folder."""
-    found = {file for pattern in SETTINGS for file in pathlib.Path(source).glob(pattern)}
+def copy_files(patterns: Iterable[str], source: str, folder: pathlib.Path) -> None:
+    found = {file for pattern in patterns for file in pathlib.Path(source).glob(pattern)}
     for file in filter(pathlib.Path.is_file, found):
         copied = folder / file.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -371,8 +372,8 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
 def copy_tokenizer(
     name: str, folder: pathlib.Path, model: train.ModelConfig, kept: str | None = None
 ) -> dict[str, Any]:
-    """Copies a tokenizer and the settings beside it. Returns the ids that end a text, also those
-    in the folder `kept`, and the one that pads a batch. Raises UserError if there is no tokenizer,
+    """Copies a tokenizer. Returns the ids that end a text, also those in the folder `kept`, and the
+    one that pads a batch. Raises UserError if there is no tokenizer,
     or if its ids or its start of a text don't suit the model."""
     tokenizer = Text(name, kept)
     if tokenizer.slow and not os.path.exists(name):
@@ -387,7 +388,7 @@ def copy_tokenizer(
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     elif tokenizer.slow:
-        copy_settings(tokenizer.name, folder)
+        copy_files(TOKENIZER, tokenizer.name, folder)  # not how another model samples
     ends, pad = list[Any](tokenizer.ends) or [None], getattr(tokenizer.slow, "pad_token_id", None)
     return {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
 
@@ -459,7 +460,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if tokenizer:
         config |= copy_tokenizer(tokenizer, folder, model, kept)
     elif kept:
-        copy_settings(kept, folder)
+        copy_files(SETTINGS, kept, folder)
     config |= {
         "architectures": [CLASSES[config["model_type"]]],
         "dtype": dtype,
@@ -567,8 +568,12 @@ def import_weights(path: str, output: str) -> str:
     if "://" not in output:
         kept = pathlib.Path(output, "huggingface")
         kept.mkdir()
-        copy_settings(path, kept)
+        copy_files(SETTINGS, path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
+    if theirs.get("bos_token_id") is None:
+        start = f"documents start with the id {model.start_token} in train.py"
+        cure = "if the model was trained with another, set it there, and import again"
+        print(f"note: config.json has no bos_token_id: {start}; {cure}", file=sys.stderr)
     if problem:
         print(f"warning: {problem}", file=sys.stderr)
     return HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output))

@@ -11,7 +11,7 @@ import pytest
 
 from data.bins import Bins
 from data.flat_tokens import FlatTokens, FlatTokensError, Writer, encode
-from data.loader import BatchSpec
+from data.loader import BatchSpec, WeightedDataset
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_loader import config_of
@@ -156,11 +156,22 @@ REFUSED = {
     ),
     "an end token beyond the vocabulary": (plain, {"vocab": END}),
     "an end token that ends nothing": (plain, {"end_token": END - 1}),
+    "an end token that ends nothing in a mixture": (
+        lambda folder: shutil.copy(plain(folder), folder / "b.bin") and None,
+        {
+            "end_token": END - 1,
+            "mixture": tuple(WeightedDataset(f"{x}.bin", 1) for x in ("u2", "b")),
+        },
+    ),
     "a folder with files for validation": (beside("val_0.bin"), {}),
     "a folder with files for a test": (beside("test_0.bin"), {}),
     "a file to validate on, by a link": (
         lambda folder: os.symlink(plain(folder), folder / "x.bin") or f"{folder}/x*.bin",
         {"validation": {"a": "u2.bin"}},
+    ),
+    "lit-gpt's": (
+        lambda folder: (folder / "x.bin").write_bytes(b"LITPKDS" * 99) and f"{folder}/x.bin",
+        {},
     ),
     "Megatron-LM's": (lambda folder: write_megatron(folder / "x.bin", DOCUMENTS), {}),
     "a document per row": (plain, {"sequence_packing": False}),

@@ -102,6 +102,11 @@ MISTAKES = {
     "an end token beside an index": (index(bytes), ["x.bin", "x.zarr/train", "--end-token=0"]),
     "an index that is cut off": (index(lambda x: x[:-30]), ["x.bin", "x.zarr/train"]),
     "an index of another format": (index(lambda x: b"x" + x), ["x.bin", "x.zarr/train"]),
+    # Ends with the number of the sequence that each document starts with.
+    "an index without its last documents": (
+        index(lambda x: x[:26] + b"\x02" + x[27 : 34 + 12 * len(DOCUMENTS) + 16]),
+        ["x.bin", "x.zarr/train"],
+    ),
     "an index of floats": (index(lambda x: x[:17] + b"\x07" + x[18:]), ["x.bin", "x.zarr/train"]),
     "a file that doesn't fit its index": (
         lambda folder: cut(write_megatron(folder / "x.bin", DOCUMENTS), 100),

@@ -634,14 +634,18 @@ def test_a_long_document_in_the_validation_split(folder, converted):
 def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
     """The second tokenizer knows two letters, so bits per byte would mean nothing."""
     write_texts(folder / "a.jsonl", ["abba", "äba\tä"])
+    (folder / "b.jsonl").symlink_to("a.jsonl")
+    (folder / "__old__").mkdir()
+    write_texts(folder / "__old__/c.jsonl", ["a"])
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     inner.save(name := str(folder.parent / "ab.json"))
-    files = f"load_dataset.data_files=[{folder}/a.jsonl,{folder}/*]"
+    files = f"load_dataset.data_files=[{folder}/a.jsonl,{folder}/**]"
     for tokenizer, lost in ("bytes_utf8", False), (name, True):
         output = f"{folder.parent}/{lost}.zarr"
         wanted = files, "column=body", f"tokenizer={tokenizer}", f"output={output}"
         out, _ = run_here("--config-name=json_files", *wanted)
-        assert f"note: {folder}/a.jsonl is read 2 times\n" in out
+        assert f"note: {folder}/a.jsonl is read 3 times\n" in out
+        assert f"{folder}/** leaves out folders like __x__: ['__old__/c.jsonl']\n" in out
         note = f"note: the tokenizer {name} loses or changes 22.2% of the characters, such as 'ä'\n"
         known = zarr.open_group(f"{output}/train").attrs
         assert (note in out, "bytes" not in known) == (lost, lost)
@@ -715,6 +719,33 @@ def test_a_folder_of_text_files_has_a_document_per_file(folder, converted):
     assert out.count(f"note: {folder} has files that aren't read: ['3.md', 'more']\n") == 1
     assert "read 3 files: 3 documents with text" in out
     assert texts == [f"{i}\r\nline\n" for i in range(3)]
+
+
+def test_what_save_to_disk_wrote(folder, converted):
+    """With what Dataset.map has left beside it."""
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": [HI, HI]})).save_to_disk(folder)
+    shutil.copy(next(folder.glob("train/data-*.arrow")), folder / "train/cache-1.arrow")
+    _, message = converted(f"load_dataset={{path: {folder}, data_files: null}}")
+    cure = re.search("load_dataset=.*", message)[0]
+    assert converted(cure)[1] == [HI, HI]
+
+
+def test_a_text_file_has_a_document_per_line_if_asked_for(folder, converted):
+    (folder / "0.txt").write_text("\ufeffone\r\ntwo")
+    files = f"load_dataset.data_files={folder}/*", "load_dataset.sample_by=line"
+    assert converted(*files, config="text_files")[1] == ["one", "two"]
+
+
+def test_files_in_a_zip_archive(folder, converted):
+    files = f"load_dataset.data_files={folder}/x.zip"
+    with zipfile.ZipFile(folder / "x.zip", "w") as archive:
+        for name in "__init__.py", "__tests__/a.py", ".hidden", "__MACOSX/a.py":
+            archive.writestr(name, name)
+    assert converted(files, config="text_files")[1] == ["__init__.py", "__tests__/a.py"]
+    with zipfile.ZipFile(folder / "x.zip", "a") as archive:
+        archive.writestr("b/c.tar.gz", "")
+    _, message = converted(files, config="text_files")
+    assert f"zip://b/c.tar.gz in {folder}/x.zip is an archive, too: unpack them" in message
 
 
 @pytest.mark.parametrize(
