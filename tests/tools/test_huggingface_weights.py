@@ -1,6 +1,7 @@
 """Tests conversion against the Llama papers in plain numpy with Hugging Face's names, and against
 `transformers` itself if PyTorch is installed."""
 
+import copy
 import json
 import math
 import os
@@ -402,6 +403,22 @@ def test_old_frequencies_are_read_over_and_an_unembedding_of_its_own_is_not(tmp_
     assert bits(tensors_in(tmp_path / "again")) == bits(tensors)
 
 
+def test_rows_before_the_scaling_are_those_that_transformers_takes():
+    config = LLAMA_3 | {"original_max_position_embeddings": 32}
+    model, _ = tool.model_from(copy.deepcopy(config))
+    theirs = transformers.LlamaConfig(**copy.deepcopy(config))
+    theirs.standardize_rope_params()
+    taken = theirs.rope_parameters["original_max_position_embeddings"]
+    assert model.rope_scaling.original_len == taken != 16
+
+
+def test_a_start_token_that_no_config_names_is_told(tmp_path, capsys):
+    for name, config, told in ("a", OLMO_2, True), ("b", LLAMA_2, False):
+        folder = write_folder(tmp_path / name, config, random_tensors(config))
+        tool.import_weights(str(folder), f"{tmp_path}/ours of {name}")
+        assert ("documents start with the id 7 in train.py" in capsys.readouterr().err) == told
+
+
 def test_what_a_config_says_beside_the_model_survives_import_training_and_export(tmp_path, run):
     """Rows of runs are of 24 tokens. Llama 3.1 was trained on rows of 16 before its RoPE was
     scaled, and on rows of 64 after that. A run started from another one's checkpoint."""
@@ -424,6 +441,10 @@ def test_what_a_config_says_beside_the_model_survives_import_training_and_export
         found = config_in(tmp_path / f"{name} again")
         assert found.items() >= more.items()
         assert found["max_position_embeddings"] == max(length, 24)
+    shutil.rmtree(tmp_path / "ours of long")
+    run("import", tmp_path / "short", tmp_path / "ours of long")  # later than the run
+    run("export", tmp_path / "run of long", tmp_path / "alone")
+    assert not {*more} <= config_in(tmp_path / "alone").keys(), "another import's"
     path = save_trained(tmp_path / "of its own", "training.tokens.len=8")
     run("export", path, tmp_path / "exported")
     assert config_in(tmp_path / "exported")["max_position_embeddings"] == 16, "before the scaling"
@@ -442,6 +463,8 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     )
     settings = train.state_type(start), train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
+        with pytest.raises(CheckpointError, match="/ours has an imported model"):
+            Checkpoints(f"{tmp_path}/ours/checkpoints", *settings).starting_point("", True)
         none = Checkpoints(str(tmp_path / "none"), *settings)
         state = helpers.starting_state(start, none, None)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
@@ -794,10 +817,11 @@ def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp
 
 def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):
     shutil.copytree(of_words / "words", tmp_path / "words")
-    (tmp_path / "words/generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    (tmp_path / "words/generation_config.json").write_text('{"eos_token_id": [3, 2], "top_k": 9}')
     tokenizer = f"--tokenizer={tmp_path / 'words'}"
     assert not run("export", of_words / "start1", tmp_path / "hf", tokenizer)[1]
     assert config_in(tmp_path / "hf")["eos_token_id"] == [2, 3]
+    assert not (tmp_path / "hf/generation_config.json").exists(), "another model's sampling"
 
 
 def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, run, monkeypatch):
