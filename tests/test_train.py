@@ -236,6 +236,17 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
     assert not note_of_peak(small_config("training.warmup_steps=200", *constant).training)
 
 
+def test_a_setting_without_effect_is_noted():
+    named = "flat_tokens.validation={a: b.zarr}"
+    for given, more in (
+        ("training.cooldown_steps=5", "training.schedule=wsd"),
+        (named, "training.validation_at_start=true"),
+    ):
+        key = given.partition("=")[0]
+        assert small_config(given).note().startswith(f"note: {key} has no effect without training.")
+        assert not small_config(given, more).note()
+
+
 def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     config = small_config("training.validation_interval=1", "training.validation_batches=3")
     config.model.vocab = 1280
@@ -262,7 +273,7 @@ def given(*batches):
 def test_validation_is_the_mean_over_targets_not_over_batches(rows, in_f32):
     """The last rows are almost all padding, as where short documents aren't packed."""
     config = small_config(f"training.validation_batches={32 // rows}")
-    config.training.tokens.batch = rows
+    config.training.tokens.batch, config.training.microbatches = rows, rows // 8
     rng = np.random.default_rng(0)
     targets = rng.integers(1, config.model.vocab, (32, config.training.tokens.len))
     targets[8:, 3:], targets[24:], is_start = 0, 0, np.zeros(targets.shape, bool)
@@ -273,6 +284,18 @@ def test_validation_is_the_mean_over_targets_not_over_batches(rows, in_f32):
         actual = in_f32.validate(config, weights, given(*batches))
         weights = plain(jax.device_get(weights))
     np.testing.assert_allclose(actual, oracle.mean_loss(weights, targets, is_start, 100), rtol=1e-6)
+
+
+def test_a_validation_has_the_rows_of_a_microbatch_in_memory():
+    taken = []
+    for microbatches in 1, 4:
+        config = small_config("training.tokens.batch=64", f"training.microbatches={microbatches}")
+        hint = train.state_type(config).weights, type_tree(train.TokenBatch)
+        with jax.set_mesh(mesh(4, 2)):
+            shapes = helpers.placed_shapes(hint, train.dimensions(config))
+            compiled = train.validation_step.lower(*shapes, config).compile()
+        taken.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert taken[1] < taken[0] / 2
 
 
 def test_a_validation_without_targets_has_no_loss():
