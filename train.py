@@ -420,7 +420,7 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
     return jax.tree.map(gather, type_tree(Weights, weights), weights)
 
 
-def in_microbatches(batch: TokenBatch, config: Config) -> TokenBatch:
+def in_microbatches(batch: Any, config: Config) -> Any:
     """Splits each device's own rows into microbatches, along a first dimension."""
     n = config.training.microbatches
     return jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=n), batch)
@@ -573,12 +573,9 @@ def training_step(
 def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> dict[str, f32[""]]:
     """The number of targets, and the sum of their losses in nats."""
     replica, targets = gather_replica(cast(weights)), target_count(batch)
-
-    def nats(rows: TokenBatch) -> jax.Array:
-        return total_loss(replica, rows, targets, config)[1]["loss"]
-
-    parts = lax.map(nats, in_microbatches(batch, config))
-    return {"targets": targets, "nats": parts.sum()}
+    parts = in_microbatches(batch, config)
+    nats = lax.map(lambda rows: total_loss(replica, rows, targets, config)[1]["loss"], parts)
+    return {"targets": targets, "nats": nats.sum()}
 
 
 @functools.partial(jax.jit, static_argnames="config")
