@@ -659,7 +659,7 @@ def train(
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
     notes = of_muon, described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
-    for note in filter(None, (*notes, config.note())):
+    for note in filter(None, (*notes, *config.notes())):
         say(note)
     saved, skippable = checkpoints.newest.step, training.max_skipped_updates
     with Run(config, saved, first, training.steps, tokens, flops, skippable) as run:

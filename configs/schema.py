@@ -1,12 +1,25 @@
 """The keys of a run's config, with their types and bounds. base.yaml says what each key does."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
+from omegaconf import OmegaConf
 from pydantic import Field
 
 from data.sources import DataConfig
-from runtime.config import F32, BelowOne, F32OrInf, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import (
+    F32,
+    ROOT,
+    BelowOne,
+    F32OrInf,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    as_text,
+    flat,
+    one_of,
+)
 from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
 from shardlib.types import COMPUTE
@@ -17,15 +30,28 @@ from variants.families import QK_NORMS, RopeScalingConfig
 # compile: see docs/gpus.md and docs/performance.md.
 UNROLLED = {"gpu": 32, "tpu": 8}
 
-# Settings that have no effect without one of others.
-NEEDS = {
-    "training.cooldown_steps": ["training.schedule=wsd"],
-    "training.routing.balance_cost": ["model.experts"],
-    "training.routing.z_cost": ["model.experts"],
-    "flat_tokens.validation": ["training.validation_interval", "training.validation_at_start"],
-    "hf_dataset.validation_split": ["training.validation_interval", "training.validation_at_start"],
-    "checkpoints.keep_every": ["checkpoints.keep_last"],
+# By settings, the prefixes of keys that have no effect beside them.
+UNUSED = {
+    "training.optimizer=adamw": ("training.muon_",),
+    "training.schedule=cosine": ("training.cooldown_",),
+    "training.schedule=linear": ("training.cooldown_",),
+    "training.schedule=constant": ("training.co", "training.steps_for_lr"),
+    "training.validation_interval=0 training.validation_at_start=false": (
+        *("flat_tokens.validation", "hf_dataset.validation_split"),
+    ),
+    "model.experts=null": ("training.routing.",),
+    "checkpoints.keep_last=0": ("checkpoints.keep_every",),
+    "paths.clone_from=": ("paths.clone_",),
 }
+
+
+def unused(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the dotted keys among a config's values that have no effect, each with the settings
+    beside which it has none."""
+    given = {f"{key}={as_text(value)}" for key, value in values.items()}
+    for settings, prefixes in UNUSED.items():
+        if given.issuperset(settings.split()):
+            yield from ((key, settings) for key in values if key.startswith(prefixes))
 
 
 # All sections are hashable, so that a jitted function can take a config as a static argument.
@@ -123,17 +149,14 @@ class Config(RunConfig, DataConfig):
         fits = alone or not training.routing.balance_cost
         self.require(fits, "training.routing.balance_cost", problem)
 
-    def note(self) -> str:
-        """Returns a note that names a setting without effect, or ""."""
-
-        def holds(condition: str) -> bool:
-            key, _, wanted = condition.partition("=")
-            return bool(self.at(key)) and wanted in ("", self.at(key))
-
-        for key, others in NEEDS.items():
-            if self.at(key) and not any(map(holds, others)):
-                return f"note: {key} has no effect without {' or '.join(others)}"
-        return ""
+    def notes(self) -> Iterator[str]:
+        """Yields a note for each setting that has no effect and isn't as in base.yaml."""
+        base = flat(OmegaConf.to_container(OmegaConf.load(ROOT / "configs/base.yaml")))
+        values = flat(self.values())
+        for key, settings in unused(values):
+            # A default that follows from other settings may be any value.
+            if base.get(key) != values[key] and "${" not in str(base.get(key)):
+                yield f"note: {key} has no effect with {settings}"
 
     def layers_at_a_time(self, platform: str) -> int:
         """Returns how many layers the loop over layers computes at a time on a platform. For "", a

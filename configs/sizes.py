@@ -1,6 +1,8 @@
 """Derives the sizes of dimensions, and the model's FLOPs, from a config."""
 
+import functools
 from fractions import Fraction
+from typing import Any
 
 from configs.schema import Config
 
@@ -22,7 +24,11 @@ DIMENSIONS = {
 
 def dimensions(config: Config) -> dict[str, int]:
     """The size of each dimension that the model has."""
-    return {name: size for name, key in DIMENSIONS.items() if (size := config.at(key))}
+
+    def value(key: str) -> Any:
+        return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
+
+    return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
 
 
 def share_seen(config: Config) -> Fraction:

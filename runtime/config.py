@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import functools
 import json
 import operator
 import os
@@ -106,10 +105,6 @@ class Section:
         if not condition:
             value = operator.attrgetter(name)(self)
             raise UserError(f"{self.prefix}{name}={_shown(value)}: {problem}")
-
-    def at(self, key: str) -> Any:
-        """Returns the value of a dotted key, or None if a section on the way to it is null."""
-        return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), self)
 
     def changed(self, values: dict[str, Any]) -> typing.Self:
         """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""
@@ -217,3 +212,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         inner = hasattr(value, "items")
         values |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return values
+
+
+def as_text(value: Any) -> str:
+    """Returns a value as a command line has it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -236,15 +236,21 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
     assert not note_of_peak(small_config("training.warmup_steps=200", *constant).training)
 
 
-def test_a_setting_without_effect_is_noted():
-    named = "flat_tokens.validation={a: b.zarr}"
-    for given, more in (
-        ("training.cooldown_steps=5", "training.schedule=wsd"),
-        (named, "training.validation_at_start=true"),
-    ):
-        key = given.partition("=")[0]
-        assert small_config(given).note().startswith(f"note: {key} has no effect without training.")
-        assert not small_config(given, more).note()
+@pytest.mark.parametrize(
+    "given, settings",
+    {
+        "training.cooldown_steps=5": "training.schedule=cosine",
+        "training.routing.z_cost=0.1": "model.experts=null",
+        "flat_tokens.validation={a: b.zarr}": (
+            "training.validation_interval=0 training.validation_at_start=false"
+        ),
+    }.items(),
+)
+def test_a_setting_without_effect_is_noted(given, settings):
+    assert not [*small_config("training.schedule=constant").notes()]
+    (note,) = small_config(given).notes()
+    assert note.startswith(f"note: {given.partition('=')[0]}")
+    assert note.endswith(f" has no effect with {settings}")
 
 
 def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):

@@ -26,8 +26,9 @@ import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from configs.schema import unused
 from data.flat_tokens import tokenizer_of
-from runtime.config import flat, plain, within
+from runtime.config import as_text, flat, plain, within
 from runtime.errors import user_errors
 from runtime.run import rows_before
 from shardlib.errors import UserError
@@ -39,20 +40,13 @@ TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "v
 SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "training.", "dtype",
         "flat_tokens.", "hf_dataset.", "paths.clone_")  # fmt: skip
 LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # names of these metrics
-# By setting, prefixes of keys that a run with it doesn't use; "": keys that change only rounding.
-UNUSED = {
-    "": ("training.microbatches", "training.loss_chunks", "training.unroll",
-         "training.validation_interval", "training.validation_at_start",
-         "training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation",
-         "hf_dataset.num_workers"),
-    "training.optimizer=adamw": ("training.muon_",),
-    "training.schedule=cosine": ("training.cooldown_",),
-    "training.schedule=linear": ("training.cooldown_",),
-    "training.schedule=constant": ("training.co", "training.steps_for_lr"),
-    "training.steps": ("training.steps_for_lr",),  # as many as these
-    "model.experts=null": ("training.routing.",),
-    "paths.clone_from=": ("paths.clone_",),
-}  # fmt: skip
+# Prefixes of keys that change a loss only by rounding.
+ROUNDING = (
+    *("training.microbatches", "training.loss_chunks", "training.unroll"),
+    *("training.validation_interval", "training.validation_at_start"),
+    *("training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation"),
+    "hf_dataset.num_workers",
+)
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
@@ -101,19 +95,13 @@ def starts_of_steps(
     return [flat(plain(start["config"])) for start in starts] or [config], found
 
 
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def used(config: dict[str, Any]) -> dict[str, str]:
     """Returns the settings that a loss can depend on, as text; "-" if this run doesn't use one."""
-    texts = {key: as_text(value) for key, value in config.items()}
-    given = {"", *(f"{key}={text}" for key, text in texts.items())}
+    texts, idle = {key: as_text(value) for key, value in config.items()}, dict(unused(config))
     if texts.get("training.steps_for_lr") == texts.get("training.steps"):
-        given.add("training.steps")
-    unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
+        idle["training.steps_for_lr"] = "as many as these"
     seen = (key for begin in SEEN for key in texts if key.startswith(begin))
-    return {key: "-" if key.startswith(unused) else texts[key] for key in seen}
+    return {key: "-" if key in idle or key.startswith(ROUNDING) else texts[key] for key in seen}
 
 
 def differences(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> pandas.DataFrame:
