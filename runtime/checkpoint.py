@@ -317,8 +317,10 @@ class Checkpoints:
             source.check_model(prefix)
         folder = os.path.dirname(self.path)
         if imported := [name for name in storage.names(folder) if re.fullmatch(NAME, name)]:
-            problem = f"{folder} has an imported model, {imported[0]}, which tools would take for "
-            raise CheckpointError(f"{problem}this run's: choose another {self.key}")
+            problem = (
+                f"{folder} has an imported model, {imported[0]}, that tools take for this run's"
+            )
+            raise CheckpointError(f"{problem}: move it, or choose another {self.key}")
         self._try_store()
         return source, 0 if prefix else source.newest.step
 

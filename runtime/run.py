@@ -383,9 +383,8 @@ class Run(contextlib.ExitStack):
         mesh = jax.sharding.get_mesh()
         say(f"compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
         check_programs_agree(lowered)
-        if (
-            self.config.hlo_svg or self.config.profile
-        ):  # else a cached program could show another source's lines
+        if self.config.hlo_svg or self.config.profile:
+            # Else a cached program could show another source's lines.
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.program = compile_step(self.config, lowered)
         if self.config.hlo_svg and self.first_host:

@@ -337,6 +337,7 @@ def check_empty(path: str) -> None:
 
 
 def copy_files(patterns: Iterable[str], source: str, folder: pathlib.Path) -> None:
+    """Copies the files of a folder that match one of the patterns."""
     found = {file for pattern in patterns for file in pathlib.Path(source).glob(pattern)}
     for file in filter(pathlib.Path.is_file, found):
         copied = folder / file.relative_to(source)
@@ -373,8 +374,8 @@ def copy_tokenizer(
     name: str, folder: pathlib.Path, model: train.ModelConfig, kept: str | None = None
 ) -> dict[str, Any]:
     """Copies a tokenizer. Returns the ids that end a text, also those in the folder `kept`, and the
-    one that pads a batch. Raises UserError if there is no tokenizer,
-    or if its ids or its start of a text don't suit the model."""
+    one that pads a batch. Raises UserError if there is no tokenizer, or if its ids or its start of
+    a text don't suit the model."""
     tokenizer = Text(name, kept)
     if tokenizer.slow and not os.path.exists(name):
         wanted = [*SETTINGS, "config.json"]
