@@ -16,6 +16,7 @@ train: $(VENV)/cpu
 # Two marker files in the venv: `cpu`, for the packages that programs need, and `dev`, for those
 # that tests and lint need in addition.
 $(VENV)/cpu: requirements-cpu.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing 1.3 GB of packages, which takes minutes"
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"

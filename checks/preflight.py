@@ -38,7 +38,7 @@ from configs.sizes import DIMENSIONS, dimensions
 from runtime.config import sources
 from runtime.devices import QUICK_COMPILES, have_cpu_devices, make_mesh
 from runtime.run import SECONDS_BETWEEN_LINES, replace, say
-from runtime.supervise import STOPS, handled
+from runtime.supervise import STOPS, handled, of_all_hosts
 from shardlib.errors import ShardTypeError, UserError
 from shardlib.mesh import abstract_mesh, show_axes
 from shardlib.types import computing_in, make_shapes, named
@@ -504,6 +504,7 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 return None
             warning = max(filter(None, verdicts), default="")
             mark.write(warning)
+        of_all_hosts("")  # the others wait here, as in a step they would count as hung
         if types.said and level == "numbers":
             raise UserError(f"{types.said}. If that is intended, accept it with check=noted")
         if warning:

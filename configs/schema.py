@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from data.sources import DataConfig
 from runtime.config import (
@@ -54,6 +54,12 @@ def unused(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((key, settings) for key in values if key.startswith(prefixes))
 
 
+# A base of RoPE: an integer if it is one that JAX takes.
+Base = Annotated[
+    F32, Field(ge=1), AfterValidator(lambda x: int(x) if x < 2**31 and x % 1 == 0 else x)
+]
+
+
 # All sections are hashable, so that a jitted function can take a config as a static argument.
 @dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig(Section, key="model"):
@@ -64,7 +70,7 @@ class ModelConfig(Section, key="model"):
     layers: PositiveInt
     vocab: PositiveInt
     d_ff: NonNegativeInt
-    rope_max_timescale: PositiveInt
+    rope_max_timescale: Base
     rope_scaling: RopeScalingConfig | None
     norm_eps: F32
     start_token: NonNegativeInt

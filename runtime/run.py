@@ -601,5 +601,6 @@ def origin() -> dict[str, Any]:
 def commit() -> str | None:
     """The git commit of the source, with `-dirty` after it if files differ; None without git."""
     describe = "describe --always --dirty --abbrev=40 --exclude='*'"
-    failed, output = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} {describe}")
+    git = f"git -c safe.directory='*' -C {shlex.quote(str(ROOT))}"  # as another user may own it
+    failed, output = subprocess.getstatusoutput(f"{git} {describe}")
     return None if failed else output

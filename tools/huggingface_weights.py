@@ -284,7 +284,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     found = {ours: getattr(config, theirs) for theirs, ours in MODEL.items()} | {
         "d_head": config.head_dim,
         "n_q_per_kv": heads // config.num_key_value_heads,
-        "rope_max_timescale": int(theta) if theta % 1 == 0 else theta,
+        "rope_max_timescale": theta,
         "rope_scaling": None,
         "start_token": start,
         "sliding_window": getattr(config, "sliding_window", None),

@@ -1,6 +1,6 @@
 """Scores a checkpoint's model on tasks of EleutherAI's lm-evaluation-harness.
 
-    python -m tools.lm_eval --model_args checkpoint=runs/stdlib --tasks hellaswag
+    python -m tools.lm_eval --model_args checkpoint=runs/stdlib --tasks lambada_openai
     python -m tools.lm_eval --model_args checkpoint=runs/imported,d=4,t=2 --tasks gsm8k --limit 50
     python -m tools.lm_eval --model_args checkpoint=runs/x --tasks mine --include_path yaml_folder
 
@@ -176,6 +176,9 @@ def main() -> None:
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         if TemplateLM is object:
             raise UserError("this needs EleutherAI's lm-evaluation-harness: pip install lm-eval")
+        if any(x == "-c" or x.startswith("--use_cache") for x in sys.argv):
+            problem = "runs/x is its newest checkpoint, but the cache knows only the name"
+            raise UserError(f"--use_cache: {problem}. Leave it out")
         sys.argv[1:1] = ["run", "--model=shardlight", "--batch_size=16"]
         cli_evaluate()
 

@@ -126,6 +126,8 @@ def draw(
     can, or if the picture can't be written."""
     if output.is_dir():
         raise UserError(f"--output={output} is a folder: name a file in it")
+    if not output.suffix:  # matplotlib would add one
+        raise UserError(f"--output={output}: end it with .svg or .png")
     found = []
     for folder in folders:
         try:

@@ -159,6 +159,12 @@ def test_a_path_is_absolute_where_it_is_kept(tmp_path, monkeypatch):
     assert small_config("flat_tokens.filespec=gs://b/x").flat_tokens.filespec == "gs://b/x"
 
 
+def test_the_commit_is_known_in_a_repository_of_another_user(monkeypatch):
+    before = module.commit()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert module.commit() == before
+
+
 def test_a_run_with_nothing_to_do_is_refused(tmp_path):
     refused = pytest.raises(UserError, match=r"is at step 4; set training\.steps above that")
     with refused, begun(tmp_path, first=4):

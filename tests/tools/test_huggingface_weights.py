@@ -49,7 +49,7 @@ LLAMA_3 = LLAMA_2 | {
     "head_dim": 16,  # RoPE frequencies of all three kinds: kept, scaled, interpolated
     "rope_scaling": SCALED,
 }  # fmt: skip
-MISTRAL = LLAMA_2 | {"model_type": "mistral", "num_key_value_heads": 2, "rope_theta": 1000000.0}
+MISTRAL = LLAMA_2 | {"model_type": "mistral", "num_key_value_heads": 2, "rope_theta": 4000000000.5}
 MISTRAL |= {"sliding_window": 9}
 SMOLLM_2 = LLAMA_2 | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": 0}
 QWEN_2 = LLAMA_3 | {"model_type": "qwen2", "rope_scaling": None, "bos_token_id": 3}
@@ -503,7 +503,7 @@ IMPORTS = {
     "linear RoPE scaling": config_with(rope_scaling={"type": "linear", "factor": 2.0}),
     "a RoPE scaling without its factor": config_with(rope_scaling={"rope_type": "llama3"}),
     "partial RoPE": config_with(partial_rotary_factor=0.5),
-    "a base of RoPE that isn't whole": config_with(rope_theta=10000.5),
+    "a base of RoPE below 1": config_with(rope_theta=0.5),
     "two bases of RoPE": config_with(rope_parameters={"rope_theta": 500.0}),
     "attention in both directions": config_with(is_causal=False),
     "code of its own": config_with(auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"}),

@@ -50,6 +50,9 @@ def test_without_lm_eval_there_is_one_message(train_here, monkeypatch):
     monkeypatch.setattr(tool, "TemplateLM", object)
     _, message = train_here("runs/x", "--tasks", "y", program=tool.main)
     assert message.startswith("error: ") and "pip install lm-eval" in message
+    monkeypatch.setattr(tool, "TemplateLM", dict)
+    _, message = train_here("--use_cache", "y", "--tasks", "y", program=tool.main)
+    assert message.startswith("error: --use_cache: runs/x is its newest checkpoint")
 
 
 # --- lm-eval's own model --------------------------------------------------------------------------

@@ -255,6 +255,7 @@ def test_smoothing_is_a_mean_of_falling_weights():
         ("none", "curves.svg", "none has no readable metrics: [Errno 2] No such file"),
         ("run", "curves.txt", "Format 'txt' is not supported"),
         ("run", ".", "--output=. is a folder: name a file in it"),
+        ("run", "curves", "--output=curves: end it with .svg or .png"),
         ("lossless", "curves.svg", "lossless has no readable metrics: no row has loss"),
     ],
 )
