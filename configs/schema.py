@@ -162,7 +162,7 @@ class Config(RunConfig, DataConfig):
         for key, settings in unused(values):
             # A default that follows from other settings may be any value.
             if base.get(key) != values[key] and "${" not in str(base.get(key)):
-                yield f"note: {key} has no effect with {settings}"
+                yield f"note: {key} has no effect with {settings.replace(' ', ' and ')}"
 
     def layers_at_a_time(self, platform: str) -> int:
         """Returns how many layers the loop over layers computes at a time on a platform. For "", a

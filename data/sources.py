@@ -61,7 +61,7 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
             # A remote path that only a checkpoint names is never opened.
             if settings.get("other_tokenizer") or "://" in cloned:
                 return None
-            checkpoint = newest(cloned)
+            start, checkpoint = min(start, checkpoint.start), newest(cloned)
     return None
 
 

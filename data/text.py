@@ -337,13 +337,12 @@ def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     whole = config.sample_by == "document"
-    # A byte order mark isn't text.
-    encoding = "utf-8-sig" if config.encoding == "utf-8" else config.encoding
     # newline="" keeps line ends as they are.
     newline = "" if whole else None
-    with io.TextIOWrapper(file, encoding, config.encoding_errors, newline=newline) as text:
-        for row in [text.read()] if whole else text:
-            yield {"text": row if whole or config.keep_linebreaks else row.removesuffix("\n")}
+    with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline=newline) as text:
+        for number, row in enumerate([text.read()] if whole else text):
+            kept = row if number else row.removeprefix("\ufeff")  # the byte order mark isn't text
+            yield {"text": kept if whole or config.keep_linebreaks else kept.removesuffix("\n")}
 
 
 READERS = {
@@ -385,10 +384,11 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
     options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.StreamingDownloadManager(download_config=options)
     parts = [archive := manager.extract(file)]
-    if zipped := archive.startswith("zip://"):  # iter_files would leave out __init__.py
+    if zipped := archive.startswith("zip://::"):  # iter_files would leave out __init__.py
         walk = xwalk(archive, download_config=options)
         parts = [xjoin(folder, name) for folder, _, names in walk for name in names]
-    for part in sorted(parts, key=lambda part: os.path.split(part.partition("::")[0])):
+    # A folder's files come before its folders.
+    for part in sorted(parts, key=lambda part: (os.path.dirname(part).split("/"), part)):
         inside = part.partition("::")[0] if zipped else ""
         if re.search(r"/(\.|__MACOSX/)", inside):  # hidden
             continue
@@ -490,6 +490,7 @@ class Source:
                 if local:
                     found = fsspec.filesystem("file").glob(place)
                     special = {x for x in found if re.search("/__(?!pycache__/)[^/]*/", x)}
+                    special = {*filter(os.path.isfile, special)}
                     left = special.difference(resolve_pattern(place, "") if special else ())
                     if left and not self.names:
                         listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
@@ -543,22 +544,20 @@ class Source:
         def listed(files: Iterable[str]) -> str:
             return reprlib.repr(sorted(map(os.path.basename, files)))
 
+        folder, card = self.folder, self.folder / "README.md"
+        card_text = card.read_text() if card.is_file() else ""
+        listing = card_text.startswith("---") and "data_files:" in card_text  # of each split's
+        by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
+        for saved in (folder, folder / self.split) if by_name else ():
+            if (saved / "state.json").is_file() and any(saved.glob("data-*.arrow")):
+                inner = f"path: arrow, data_files: {saved}/data-*.arrow"  # without map's caches
+                cure = f"a conversion takes 'load_dataset={{{inner}}}'"
+                raise UserError(f"{folder} is from Dataset.save_to_disk: {cure}")
         found = "; ".join(f"{name} has {listed(files)}" for name, files in splits.items())
         cure = "rename the files, as in train-1.jsonl"
         wanted = self.split.split("+") if splits else []
         for name in {*wanted} - {*splits}:
             raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
-        folder, card = self.folder, self.folder / "README.md"
-        card_text = card.read_text() if card.is_file() else ""
-        listing = card_text.startswith("---") and "data_files:" in card_text  # of each split's
-        by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
-        if by_name and (saved := [*folder.glob("state.json"), *folder.glob("*/state.json")]):
-            inner = (
-                f"path: arrow, data_files: {saved[0].parent}/data-*.arrow"  # without map's caches
-            )
-            raise UserError(
-                f"{folder} is from Dataset.save_to_disk: choose load_dataset={{{inner}}}"
-            )
         files = resolve_pattern("**", str(folder)) if by_name else []
         left = {*files}.difference([str(card)], *splits.values())
         if texts := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh
 from shardlib.errors import UserError
 from shardlib.mesh import show_axes
 
-# JAX's plugins, and the platform of each.
-PLUGINS = {"jax_cuda12_plugin": "cuda", "jax_cuda13_plugin": "cuda", "libtpu": "tpu"}
+CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA_FLAGS for CPU programs that take longer to optimize than to run.
@@ -83,10 +82,10 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     """
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]
-    if fell_back and (plugin := next(filter(importlib.util.find_spec, PLUGINS), None)):
-        problem = f"JAX's plugin for {PLUGINS[plugin]} is installed, but JAX fell back to the CPU"
-        cure = f"JAX_PLATFORMS={PLUGINS[plugin]} says why, JAX_PLATFORMS=cpu allows it"
-        raise UserError(f"{problem}: in the environment, {cure}")
+    if fell_back and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
+        problem = "JAX's plugin for GPUs is installed, but JAX found none"
+        cure = "what it printed above says why. JAX_PLATFORMS=cpu in the environment uses the CPU"
+        raise UserError(f"{problem}; {cure}")
     if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:
         wanted = ".".join(map(str, ON_GPUS))
         raise UserError(f"jax {jax.__version__} is too old for GPUs: install {wanted} or newer")

@@ -83,7 +83,7 @@ def profile(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are many and tell little about the devices
     # By default, a trace has no more than a million events.
-    os.environ.setdefault("TF_PROFILER_TRACE_VIEWER_MAX_EVENTS", str(10**7))
+    os.environ.setdefault("TF_PROFILER_TRACE_VIEWER_MAX_EVENTS", str(3 * 10**6))
     with jax.profiler.trace(str(folder), profiler_options=options):
         yield
     hlo = str(program.as_text())

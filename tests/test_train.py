@@ -242,7 +242,7 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
         "training.cooldown_steps=5": "training.schedule=cosine",
         "training.routing.z_cost=0.1": "model.experts=null",
         "flat_tokens.validation={a: b.zarr}": (
-            "training.validation_interval=0 training.validation_at_start=false"
+            "training.validation_interval=0 and training.validation_at_start=false"
         ),
     }.items(),
 )

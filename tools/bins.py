@@ -91,7 +91,9 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{file} has {len(ids):,} ids, {index} says {end:,}: was it cut off?")
     if not whole:  # an early merge_file_ left out the documents of all files but the first
         problem = f"{index} doesn't list the documents of all {count:,} sequences"
-        raise UserError(f"{problem}: convert the files it was merged from")
+        raise UserError(
+            f"{problem}: end its last document, or convert the files it was merged from"
+        )
     return ids, np.unique(places[firsts[firsts < count]] // kind.itemsize)
 
 

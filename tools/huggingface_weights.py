@@ -573,7 +573,7 @@ def import_weights(path: str, output: str) -> str:
         shutil.copyfile(folder / "config.json", kept / "config.json")
     if theirs.get("bos_token_id") is None:
         start = f"documents start with the id {model.start_token} in train.py"
-        cure = "if the model was trained with another, set it there, and import again"
+        cure = "if the model was trained with another, set bos_token_id, and import again"
         print(f"note: config.json has no bos_token_id: {start}; {cure}", file=sys.stderr)
     if problem:
         print(f"warning: {problem}", file=sys.stderr)

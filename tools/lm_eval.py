@@ -177,8 +177,9 @@ def main() -> None:
         if TemplateLM is object:
             raise UserError("this needs EleutherAI's lm-evaluation-harness: pip install lm-eval")
         if any(x == "-c" or x.startswith("--use_cache") for x in sys.argv):
-            problem = "runs/x is its newest checkpoint, but the cache knows only the name"
-            raise UserError(f"--use_cache: {problem}. Leave it out")
+            raise UserError(
+                "--use_cache: answers would be taken for any checkpoint's. Leave it out"
+            )
         sys.argv[1:1] = ["run", "--model=shardlight", "--batch_size=16"]
         cli_evaluate()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runtime.devices import PLUGINS
+from runtime.devices import CUDA_PLUGINS
 from runtime.errors import user_errors
 from shardlib.errors import UserError
 from tests.processes import python
@@ -39,7 +39,7 @@ def test_characters_that_a_terminal_lacks_are_escapes(encoding, shown, monkeypat
 DEVICES = "from runtime.errors import user_errors\nwith user_errors(): import jax; jax.devices()"
 
 
-@pytest.mark.skipif(any(map(importlib.util.find_spec, PLUGINS)), reason="CUDA may be there")
+@pytest.mark.skipif(any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason="CUDA may be there")
 @pytest.mark.parametrize("name", ["cuda", "rocm", "nonsense"])
 def test_a_platform_that_is_not_there_is_one_line(name):
     done = python("-c", DEVICES, JAX_PLATFORMS=name)

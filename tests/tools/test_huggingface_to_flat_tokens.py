@@ -723,10 +723,11 @@ def test_a_folder_of_text_files_has_a_document_per_file(folder, converted):
 
 def test_what_save_to_disk_wrote(folder, converted):
     """With what Dataset.map has left beside it."""
-    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": [HI, HI]})).save_to_disk(folder)
+    held_out, made = (datasets.Dataset.from_dict({"text": [x, x]}) for x in ("held out", HI))
+    datasets.DatasetDict(test=held_out, train=made).save_to_disk(folder)
     shutil.copy(next(folder.glob("train/data-*.arrow")), folder / "train/cache-1.arrow")
     _, message = converted(f"load_dataset={{path: {folder}, data_files: null}}")
-    cure = re.search("load_dataset=.*", message)[0]
+    cure = re.search("'(load_dataset=.*)'", message)[1]
     assert converted(cure)[1] == [HI, HI]
 
 
@@ -739,9 +740,15 @@ def test_a_text_file_has_a_document_per_line_if_asked_for(folder, converted):
 def test_files_in_a_zip_archive(folder, converted):
     files = f"load_dataset.data_files={folder}/x.zip"
     with zipfile.ZipFile(folder / "x.zip", "w") as archive:
-        for name in "__init__.py", "__tests__/a.py", ".hidden", "__MACOSX/a.py":
+        read = "__init__.py", "a/b.py", "a/x/c.py", "a-b/d.py"
+        for name in *reversed(read), ".hidden", "__MACOSX/a.py":
             archive.writestr(name, name)
-    assert converted(files, config="text_files")[1] == ["__init__.py", "__tests__/a.py"]
+    assert converted(files, config="text_files")[1] == sorted(read)
+    first, others = (texts_of(folder.parent / "x.zarr", split) for split in ("validation", "train"))
+    assert (*first, *others) == read
+    one = f"load_dataset.data_files=[zip://a/b.py::{folder}/x.zip,{folder}/y.py]"
+    (folder / "y.py").write_text("y")
+    assert converted(one, config="text_files")[1] == ["a/b.py", "y"]
     with zipfile.ZipFile(folder / "x.zip", "a") as archive:
         archive.writestr("b/c.tar.gz", "")
     _, message = converted(files, config="text_files")

@@ -52,7 +52,7 @@ def test_without_lm_eval_there_is_one_message(train_here, monkeypatch):
     assert message.startswith("error: ") and "pip install lm-eval" in message
     monkeypatch.setattr(tool, "TemplateLM", dict)
     _, message = train_here("--use_cache", "y", "--tasks", "y", program=tool.main)
-    assert message.startswith("error: --use_cache: runs/x is its newest checkpoint")
+    assert message.startswith("error: --use_cache: answers would be taken for any checkpoint's")
 
 
 # --- lm-eval's own model --------------------------------------------------------------------------
