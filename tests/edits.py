@@ -456,7 +456,7 @@ average = jax.tree.map(lambda a, w: kept * a + (1 - kept) * w, state.average, we
 --- after learning_rate in runtime/schedule.py: decay
 decay = min(5 * (1 - done), 1)
 === microbatches_interleaved: order
---- swap loss_and_grads: "(n B) L -> n B L"
+--- swap in_microbatches: "(n B) L -> n B L"
 "(B n) L -> n B L"
 === share_of_small_entries: metric
 --- before training_step: return
