@@ -146,12 +146,12 @@ def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, train_here
         apply_all(section, tree)
     with imported_from(tree):
         program = importlib.import_module("train").main
-        steps = "training.steps=24", "training.warmup_steps=4"
+        steps = "training.steps=100", "training.warmup_steps=4"
         run = helpers.small_run(tmp_path, *steps, *settings)
         _, message = train_here(*run, program=program)
     assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
-    assert len(losses) == 24 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 100 and np.mean(losses[-30:]) < losses[0] - 0.4
     if "A term of the loss" in sections:
         assert all("z_loss" in row for row in rows(tmp_path / "run"))
 
