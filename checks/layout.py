@@ -383,8 +383,6 @@ def _same_share(part: Taken, whole: Taken) -> bool:
 
 # Parameters that are numbers, such as those of top_k and integer_pow.
 COUNTS = "k", "y"
-
-
 # Primitives that only hold equations. JAX leaves some without any while it differentiates a loop.
 CALLS = "jit", "custom_jvp_call", "custom_vjp_call"
 

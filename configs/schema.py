@@ -37,7 +37,8 @@ UNUSED = {
     "training.schedule=linear": ("training.cooldown_",),
     "training.schedule=constant": ("training.co", "training.steps_for_lr"),
     "training.validation_interval=0 training.validation_at_start=false": (
-        *("flat_tokens.validation", "hf_dataset.validation_split"),
+        "flat_tokens.validation",
+        "hf_dataset.validation_split",
     ),
     "model.experts=null": ("training.routing.",),
     "checkpoints.keep_last=0": ("checkpoints.keep_every",),

@@ -387,8 +387,12 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
     if zipped := archive.startswith("zip://::"):  # iter_files would leave out __init__.py
         walk = xwalk(archive, download_config=options)
         parts = [xjoin(folder, name) for folder, _, names in walk for name in names]
-    # A folder's files come before its folders.
-    for part in sorted(parts, key=lambda part: (os.path.dirname(part).split("/"), part)):
+
+    def place(part: str) -> tuple[list[str], str]:  # a folder's files come before its folders
+        *folders, name = part.partition("::")[0].split("/")
+        return folders, name
+
+    for part in sorted(parts, key=place):
         inside = part.partition("::")[0] if zipped else ""
         if re.search(r"/(\.|__MACOSX/)", inside):  # hidden
             continue

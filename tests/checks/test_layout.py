@@ -234,6 +234,19 @@ def test_what_jnp_einsum_contracts_is_seen_where_it_is_differentiated():
         layout.check(traced.jaxpr, dict(on.shape), sizes)
 
 
+def test_calls_are_compared_by_what_is_in_them():
+    """JAX may leave an empty call on one mesh alone."""
+
+    def trace(function):
+        return jax.make_jaxpr(lambda x: jnp.exp(function(x)))(1.0).jaxpr
+
+    bare, called = trace(jnp.sin), trace(jax.jit(jnp.sin))
+    assert [eqn.primitive.name for eqn in called.eqns] == ["jit", "exp"]
+    assert not layout.parting(bare, called)
+    _, *differ = layout.parting(bare, trace(jax.jit(jnp.cos)))
+    assert differ == ["sin", "cos"]
+
+
 def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
     """The gradient of `scale`, which is replicated, sums over d, as the array that it multiplies
     varies along d."""

@@ -740,15 +740,15 @@ def test_a_text_file_has_a_document_per_line_if_asked_for(folder, converted):
 def test_files_in_a_zip_archive(folder, converted):
     files = f"load_dataset.data_files={folder}/x.zip"
     with zipfile.ZipFile(folder / "x.zip", "w") as archive:
-        read = "__init__.py", "a/b.py", "a/x/c.py", "a-b/d.py"
+        read = "__init__.py", "a/z.py", "a/x/c.py", "a-b/d.py"
         for name in *reversed(read), ".hidden", "__MACOSX/a.py":
             archive.writestr(name, name)
     assert converted(files, config="text_files")[1] == sorted(read)
     first, others = (texts_of(folder.parent / "x.zarr", split) for split in ("validation", "train"))
     assert (*first, *others) == read
-    one = f"load_dataset.data_files=[zip://a/b.py::{folder}/x.zip,{folder}/y.py]"
+    one = f"load_dataset.data_files=[zip://a/z.py::{folder}/x.zip,{folder}/y.py]"
     (folder / "y.py").write_text("y")
-    assert converted(one, config="text_files")[1] == ["a/b.py", "y"]
+    assert converted(one, config="text_files")[1] == ["a/z.py", "y"]
     with zipfile.ZipFile(folder / "x.zip", "a") as archive:
         archive.writestr("b/c.tar.gz", "")
     _, message = converted(files, config="text_files")
