@@ -29,6 +29,7 @@ from runtime.program import program
 from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at most that much work
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
 @dataclasses.dataclass
@@ -55,10 +56,11 @@ OmegaConf.register_new_resolver("python_stdlib", python_stdlib, replace=True)
 
 
 def for_validation(first: int, count: int, share: float) -> np.ndarray:
-    """A mask, bool[count], of the documents from `first` on that go to the validation split. They
-    are evenly spaced, and document 0 is one of them."""
-    number = first + np.arange(count + 1)
-    return np.diff(np.ceil(number * share)) > 0
+    """A mask, bool[count], of the documents from `first` on that go to the validation split: those
+    whose number, times the golden ratio, has a fraction below `share`. They have an even share of
+    each kind of documents that alternate. Document 0 is one of them."""
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    return numbers * np.uint64(GOLDEN_RATIO) < share * 2**64  # modulo 2**64
 
 
 class Conversion:
