@@ -495,16 +495,21 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
     mark = None
 
     def wait(interrupted: Callable[[], bool] = lambda: False) -> str | None:
-        warning = (mark and mark.said) or ""
+        warning, problem = (mark and mark.said) or "", ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
             alone = jax.process_count() == 1  # one of several hosts may not stop alone
-            verdicts = [each.verdict(lambda: alone and interrupted()) for each in running]
-            if None in verdicts:
-                return None
-            warning = max(filter(None, verdicts), default="")
-            mark.write(warning)
-        of_all_hosts("")  # the others wait here, as in a step they would count as hung
+            try:
+                verdicts = [each.verdict(lambda: alone and interrupted()) for each in running]
+                if None in verdicts:
+                    return None
+                warning = max(filter(None, verdicts), default="")
+                mark.write(warning)
+            except UserError as error:
+                problem = str(error)
+        # The other hosts wait here for the first, as in a step they would count as hung.
+        if problem := of_all_hosts(problem)[0]:
+            raise UserError(problem)
         if types.said and level == "numbers":
             raise UserError(f"{types.said}. If that is intended, accept it with check=noted")
         if warning:
