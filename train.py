@@ -263,12 +263,11 @@ def forward(
     # along t. The price: each of these devices computes the same norms.
     #
     # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
-    # kernels also save the softmax's denominators), x after attention, gate and up. Kept once for
-    # all layers are the values that `block` uses from outside (sin, cos and the keys' positions)
-    # and the ids of the embedding lookup. The batch needs no copy: it is the step's argument.
-    # The backward pass recomputes the rest: norms, attention's scores, the product of gate and up,
-    # and the gathers of x, k, v and weights. It repeats no reduce-scatter: the x after each one is
-    # saved.
+    # kernels also save the softmax's denominators), x after attention, gate and up. Kept once, not
+    # per layer: the values that `block` uses from outside (sin, cos, the keys' positions) and the
+    # embedding lookup's ids. The batch needs no copy: it is the step's argument. The backward pass
+    # recomputes the rest: norms, attention's scores, the product of gate and up, and the gathers of
+    # x, k, v and weights. It repeats no reduce-scatter: the x after each one is saved.
     @functools.partial(
         explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_without_tp
     )
@@ -455,7 +454,7 @@ def loss_and_grads(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
         total, () = lax.scan(add, zeros, parts)
     (_, sums), grads = total
-    # A reduce-scatter over r. f32 would send twice as much, and losses were no lower with it.
+    # A reduce-scatter over r. In f32 it would send twice as much, and losses were no lower.
     (grads,) = scatter_over_r(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     return sums, count, jax.tree.map(lambda g: g / count, grads)
 
@@ -526,8 +525,8 @@ def adamw(
 # --- Training step --------------------------------------------------------------------------------
 
 
-# A step's metrics by name, replicated on all devices. A metric of a part of the model has a slash
-# in its name, or dimensions.
+# A step's metrics by name, replicated on all devices. Metrics of one weight, layer or expert have a
+# slash in their name, or dimensions.
 Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
@@ -619,8 +618,8 @@ def validate(
 
 @typechecked
 def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
-    """Returns the state before step `first`, and moves `data` there: a fresh state, `source`'s
-    newest one or, if `first` is 0, only its weights. Says which checkpoint it used."""
+    """Returns the state before step `first`: fresh, `source`'s newest or, at step 0, with only its
+    weights. Moves `data` to that step. Prints which checkpoint it used."""
     if not source.newest.step:
         return init_state(config)
     if not first:

@@ -159,7 +159,7 @@ def probe(
     return jaxpr
 
 
-# A step may do this along a dimension that the config's mesh doesn't split, such as a lookup of
+# Primitives allowed along a dimension that the config's mesh doesn't split, such as to look up
 # other positions.
 IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice"
 
@@ -175,8 +175,7 @@ def check(
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
     - in the forward pass, a reduction, sort, numbering, lookup or scatter along a split
       dimension, or along joined or padded parts; or a constant or random numbers as long as a
-      device's part. Dimensions that are only split over `unused` axes may be reversed and
-      looked up in."""
+      device's part. Dimensions split only over `unused` axes may be reversed and indexed."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 

@@ -45,7 +45,7 @@ from shardlib.types import computing_in, make_shapes, named
 
 # Settings that split the work of a device into parts.
 PARTS = "training.microbatches", "training.loss_chunks"
-# Settings at which each part of an update shows in f32, mid-schedule.
+# Settings that make each term of an update visible in f32, mid-schedule.
 TINY = {
     "dtype": "f32",
     "training.learning_rate": 0.1,
@@ -64,11 +64,11 @@ TINY = {
 }
 
 
-# Axes that tiny runs split, into parts, even if the config's mesh doesn't.
+# The parts into which tiny runs split axes, even if the config's mesh doesn't.
 ALWAYS = {"s": 2, "t": 3}
 
-# Environment variables that differ between hosts, and so between the check's processes. The first
-# one changes the order of a set of strings.
+# Environment variables that differ between hosts: each process of the check gets other values. The
+# first changes the order of string sets.
 OF_A_HOST = "PYTHONHASHSEED", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"
 
 # Settings that a step may read.
@@ -159,9 +159,9 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
 def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     """Names the first thing that tiny runs don't test, or returns "": a function that can't be
-    called, or one that maps another over devices where it is called, a number in the step that
-    depends on the mesh, or a computation that the step doesn't do at tiny sizes. `own` and `one`
-    are the step's jaxprs on the config's mesh and on one device."""
+    called, or one that calls shard_map itself, a number in the step that depends on the mesh, or a
+    computation that the step doesn't do at tiny sizes. `own` and `one` are the step's jaxprs on the
+    config's mesh and on one device."""
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
@@ -169,7 +169,7 @@ def untried(program: Any, config: Any, own: Any, one: Any) -> str:
             return f"{name} isn't checked: nothing fits its parameter {error.args[0]}"
     if hidden := trials.out_of_sight(program):
         cure = f"define it outside of {hidden[0]}, under typed_shard_map"
-        return f"{hidden[0]} maps a function over devices that isn't checked: {cure}"
+        return f"{hidden[0]} maps an unchecked function over devices: {cure}"
     if parting := layout.parting(own, one, numbers=True):
         at, here, there = parting
         return (
@@ -207,8 +207,8 @@ def check_types(program: Any, config: Any) -> list[Any]:
 
 
 def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
-    """Returns a line to add to an error at probe sizes, or "". The line says that the error is gone
-    if axes have one device there, as they do in the config, or if sizes are the config's."""
+    """Returns a line for an error at probe sizes, or "". It says that the error disappears if the
+    config's axes of size 1 have size 1 there too, or at the config's own sizes."""
     axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
     alone = [axis for axis, size in axes.items() if size == 1]
     with contextlib.suppress(Exception):  # whatever an edited step raises
@@ -268,8 +268,8 @@ def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
 
 
 def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str, Any]]:
-    """Computes trials on the mesh in context. Yields each one's name, its arrays by name and, if
-    `recorded` names a trial and so is the only one computed, its ops' events."""
+    """Computes trials on the mesh in context. Yields each one's name and its arrays by name. With
+    `recorded`, computes only the trial of this name, and adds its ops' events."""
     for name, function, arrays, *static in given:
         if recorded in ("", name):
             with contextlib.ExitStack() as stack:

@@ -61,9 +61,9 @@ def out_of_sight(program: Any) -> list[str]:
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
     """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
-    arguments of `training_step`, or their types. A tree gets one of these, or the state's weights
-    or mu; an array gets its type, for `numbers.made`; a section gets the config, its model or its
-    training. Raises LookupError with the name of a parameter that nothing fits."""
+    arguments of `training_step`, or their types. Parameters for trees get one of these, or the
+    state's weights or mu; for arrays, their type, for `numbers.made`; for sections, the config, its
+    model or training. Raises LookupError with the name of a parameter that nothing fits."""
     hints = typing.get_type_hints(inspect.unwrap(function))
     arrays, static = list[Any](), list[Any]()
     given = *given, given[0].weights, given[0].mu

@@ -30,7 +30,7 @@ from variants.families import QK_NORMS, RopeScalingConfig
 # compile: see docs/gpus.md and docs/performance.md.
 UNROLLED = {"gpu": 32, "tpu": 8}
 
-# By settings, the prefixes of keys that have no effect beside them.
+# Settings -> prefixes of keys that have no effect with them.
 UNUSED = {
     "training.optimizer=adamw": ("training.muon_",),
     "training.schedule=cosine": ("training.cooldown_",),
@@ -48,7 +48,7 @@ UNUSED = {
 
 def unused(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the dotted keys among a config's values that have no effect, each with the settings
-    beside which it has none."""
+    that disable it."""
     given = {f"{key}={as_text(value)}" for key, value in values.items()}
     for settings, prefixes in UNUSED.items():
         if given.issuperset(settings.split()):

@@ -44,7 +44,7 @@ from runtime.supervise import check_hosts_agree
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
-# Paths by name, as in the metrics' names. Hydra lets a run set a section that is null, not {}.
+# Paths by the names that metrics get. null, as Hydra lets no run set a section that is {}.
 NamedPaths = Annotated[dict[Name, Kept], BeforeValidator(lambda given: given or {})]
 
 

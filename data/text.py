@@ -159,8 +159,8 @@ class Tokenizer:
         return str(self.slow.decode(ids.tolist(), **options))
 
     def lost(self, text: str) -> Counter[str]:
-        """Counts the characters of a text, of white space only line ends, that its tokens don't
-        give back."""
+        """Counts the characters that a text's tokens don't give back; of white space, only line
+        ends."""
         back = self.decode(decode(self([text])[0])[0])
         before, after = (Counter(re.sub(r"[^\S\n]", "", x)) for x in (text, back))
         return before - after
@@ -454,9 +454,9 @@ class Source:
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
     def check(self) -> dict[str, Any]:
-        """Returns the fingerprint. Adds to `notes` what is read twice, and that the tokenizer loses
-        a part of the first documents, for which it also sets `lossy`. Raises UserError or OSError
-        if the split, these documents or the tokenizer can't be opened."""
+        """Returns the fingerprint. Adds a note for files read twice. If the tokenizer loses part of
+        the first documents, notes that and sets `lossy`. Raises UserError or OSError if the split,
+        these documents or the tokenizer can't be opened."""
         for texts, position in self.read({}):
             if any(texts):
                 text = "".join(texts)[: 2**16]  # a tokenizer in Python takes seconds for more

@@ -98,8 +98,8 @@ def attention(
 
 
 def misfit(length: int, keys: int, queries: int, size: int, dtype: Any) -> str:
-    """Returns why kernels can't take a device's `length` queries and `keys` keys of a row, with
-    `queries` query heads of this size per key-value head, or "" if those for TPUs and GPUs can."""
+    """Returns why the kernels of TPUs and GPUs can't take a device's `length` queries and `keys`
+    keys of a row, with `queries` query heads of `size` per key-value head, or ""."""
     multiple = 128 if length == keys else 256
     reasons = {
         f"kernels compute in bfloat16, not in {dtype}": dtype != jnp.bfloat16,
@@ -185,8 +185,8 @@ KERNELS = {"tpu": tpu_attention, "gpu": cudnn_attention}  # by platform
 
 
 def share_computed(kind: str, seen: float, parts: int) -> float:
-    """Returns the share of all scores that the kernel for a kind of device computes at least, given
-    the share that queries see and the parts that L is split into. Documents hide more."""
+    """Returns the least share of all scores that a kind of device computes. `seen` is the share
+    that causality and the window leave visible; documents hide more. L is split into `parts`."""
     if "TPU" in kind:
         return seen
     return 1 if parts > 1 else 0.5  # cuDNN skips what it knows to be causal, and nothing else

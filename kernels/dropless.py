@@ -153,8 +153,8 @@ def blocks(tokens: int, k: int, own: int) -> tuple[int, int]:
 
 
 def least_shares(kind: str, tokens: int, k: int, own: int, experts: int) -> tuple[float, float]:
-    """Returns the shares of the loop's FLOPs and bytes that a kind of device needs at least, if
-    `own` of the experts get an even load: the kernel of TPUs computes no padding."""
+    """Returns the least shares of the loop's FLOPs and bytes that a kind of device needs for `own`
+    of the experts, at even loads: TPUs' kernel computes no padding."""
     if "TPU" not in kind or tokens * k % 8:
         return 1, 1
     count, size = blocks(tokens, k, own)

@@ -24,7 +24,7 @@ class Chip(NamedTuple):
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
     chosen: Mapping[str, str] = MappingProxyType({})  # kinds of links by mesh axis: see `links_of`
-    rings: int = 1  # each over such links, that XLA runs at once in a collective over all chips
+    rings: int = 1  # that XLA runs at once in a collective over all chips
 
     def with_rates(self, rates: dict[str, float]) -> "Chip":
         """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
@@ -65,9 +65,9 @@ class Chip(NamedTuple):
         return {**kinds, **self.chosen}
 
     def share_from_afar(self, kind: str, over: tuple[str, ...], axes: Mapping[str, int]) -> float:
-        """Returns the share of the bytes received in a collective of this kind over mesh axes that
-        comes over a device's own slow link. What all of a group's devices in one host need enters
-        it once, over all of their links; only an all-to-all sends each device something else."""
+        """Returns the share of a collective's bytes that a device receives over its own slow link.
+        Bytes that all of a group's devices in a host need enter the host once, over all their
+        links; only an all-to-all sends each device other bytes."""
         if {*over} & {*self.chosen} or kind == "permute":
             return 1
         count, here = _neighbors(self.near, over, tuple(axes.items()))

@@ -83,7 +83,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal), NUMBER]
 Seconds = Annotated[float, Field(ge=0, lt=2**31), NUMBER]  # what a timer can wait for
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]
-# If it exists, made absolute, so that it is found from other folders.
+# Made absolute if it exists, to be found from other folders.
 Kept = Annotated[Path, AfterValidator(_absolute)]
 
 

@@ -24,7 +24,7 @@ QUICK_COMPILES = (
     + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
 )
 
-# Set here: JAX reads these from the environment, too, which would change a run's numbers or stops.
+# Set here, as JAX would take them from the environment, which would change numbers or stops.
 jax.config.update("jax_default_prng_impl", "threefry2x32")
 jax.config.update("jax_enable_preemption_service", True)
 jax.config.update("jax_enable_x64", False)
@@ -83,7 +83,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]
     if fell_back and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
-        problem = "JAX's plugin for GPUs is installed, but JAX found none"
+        problem = "JAX's GPU plugin is installed, but JAX found no GPU"
         cure = "what it printed above says why. JAX_PLATFORMS=cpu in the environment uses the CPU"
         raise UserError(f"{problem}; {cure}")
     if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:

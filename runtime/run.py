@@ -300,8 +300,8 @@ def open_folder(
     on the first host only.
 
     Keeps only the rows of metrics.jsonl before `saved`, the step of the run's own last checkpoint:
-    an earlier start may have run further. If the run has none, renames existing metrics to
-    `metrics.<time>.jsonl`, as those of another attempt, even if a clone starts at a later step."""
+    an earlier start may have run further. If the run has none, existing metrics are another
+    attempt's: renames them to `metrics.<time>.jsonl`, even if a clone starts at a later step."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     if metrics.exists():

@@ -67,7 +67,7 @@ def wandb(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None
     resumed run continues its W&B run; all curves have `step` as their x axis."""
     import wandb
 
-    # A copy of the folder, or of a sweep's, has another of these names, and an id of its own.
+    # Keeps the id only at the same place: a copied folder becomes a W&B run of its own.
     file, run_id, place = folder / "wandb.id", secrets.token_hex(8), "/".join(folder.parts[-2:])
     if saved and file.exists() and (known := file.read_text().split(maxsplit=1)):
         run_id = known[0] if known[1:] in ([], [place]) else run_id

@@ -1,6 +1,6 @@
-"""Casts to varying or unreduced, which send nothing, and collectives (`gather` and `scatter`) and
-matmuls in the form that is fast on a platform. f32 is for comparisons, so in f32 all platforms run
-the same forms."""
+"""Casts to varying or unreduced, which send nothing; and for each platform the fastest form of
+collectives (`gather`, `scatter`) and matmuls. In f32, which is for comparisons, all platforms run
+the same one."""
 
 import functools
 import math

@@ -215,7 +215,7 @@ class DType:
     """An element type. Subscripted with a type string, it gives an array type."""
 
     name: str
-    fixed: Any = None  # a NumPy dtype, or an abstract NumPy class for several; None: the context's
+    fixed: Any = None  # a NumPy dtype, or a class such as np.floating; None: the context's
 
     @property
     def dtype(self) -> Any:
@@ -456,7 +456,7 @@ def pytree_dataclass(cls: type) -> type:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-UNKNOWN = object()  # in place of a value
+UNKNOWN = object()  # no value given
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 

@@ -232,7 +232,7 @@ def test_the_report(train_here, monkeypatch):
         out, message = train_here(*arguments, program=compiler.main)
         verdict = "fits" if share == "75" else "does not fit"
         assert not message and f"\nIt {verdict}: 29." in out
-        assert f"GB, the {share}% of the memory that JAX takes.\n" in out
+        assert f"GB, the {share}% that JAX takes.\n" in out
     assert re.search(r"^all-gather +8 +\d+ +3\.52 GB +\d+%$", out, re.MULTILINE)
     assert re.search(r"^attention forward +cuDNN +bf16 +8 +1\.1 TFLOP", out, re.MULTILINE)
 

@@ -8,8 +8,6 @@ Prints a table. Writes no files.
 # ruff: noqa: E402
 import time
 
-from checks import preflight
-
 START = time.perf_counter()  # the interpreter took some 20 ms before this line
 
 import math
@@ -25,6 +23,7 @@ import jax
 import numpy as np
 
 import train
+from checks import preflight
 from data.sources import open_batches
 from runtime import chips
 from runtime.program import program
@@ -35,8 +34,8 @@ from shardlib.types import computing_in
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps run first and not timed
-MIN_STEPS, MAX_STEPS = 10, 100  # steps timed: MAX_STEPS, or fewer if SECONDS have passed, but
-SECONDS = 30  # at least MIN_STEPS
+MIN_STEPS, MAX_STEPS = 10, 100  # steps timed: MIN_STEPS, then more until SECONDS have passed
+SECONDS = 30  # or MAX_STEPS
 
 
 class Times(NamedTuple):

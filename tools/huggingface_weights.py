@@ -25,7 +25,7 @@ The ids that end a text are the tokenizer's, and those of a config.json or gener
 beside it. config.json is written last: a folder without it is unfinished. Memory must hold a file
 of weights (4 GB) plus the layers that a chunk of the checkpoint spans, and both embeddings.
 
-Import and export name tensors with NaN or infinite values on standard error.
+Both print warnings of tensors with NaN or infinite values.
 """
 
 import dataclasses

@@ -123,10 +123,10 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
 
 
 def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
-    """Returns the layout with the fewest added loss chunks or, if none suffice, microbatches, that
-    may make the plan fit. If none may, returns the layout with the most of both, or None if that is
-    the plan's. Estimates that chunks divide the logits, and that microbatches remove the logits and
-    divide the other activations."""
+    """Returns the layout that adds the fewest loss chunks, or else microbatches, with which the
+    plan may fit. If none may, returns the one with the most of both, or None if the plan has these.
+    Estimates that chunks divide the logits, and that microbatches remove the logits and divide the
+    other activations."""
     logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # bytes gone, and divided
     for key, (wholly, divided) in shrinks.items():

@@ -68,7 +68,7 @@ def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
     assert devices.make_mesh({"d": 1}).size == 1, "JAX_PLATFORMS=cpu"
     jax.config.update("jax_platforms", None)
     try:
-        with pytest.raises(UserError, match="plugin for GPUs is installed, but JAX found none"):
+        with pytest.raises(UserError, match="GPU plugin is installed, but JAX found no GPU"):
             devices.make_mesh({"d": 1})
     finally:
         jax.config.update("jax_platforms", "cpu")

@@ -10,11 +10,11 @@ The peak is in the backward pass. Memory then holds:
     saved for the backward pass as the ledger lists it, with the unembedding's gradient
     gathered weights            a layer's, whole along s and c, and their gradients before these are
                                 summed over s and c
-    arrays of a layer           three of the largest size in its backward pass: SwiGLU's result, and
-                                the gradients of its two factors. Or, if this is more, all results
-                                that matmuls and loops recompute and two of the largest size, as
-                                SwiGLU's result may then overwrite a factor. Or on TPUs, for all
-                                choices of experts, two inputs and SwiGLU's factors and gradients
+    arrays of a layer           the most of: three of the largest size in its backward pass (SwiGLU's
+                                result, and its two factors' gradients); two of that size and all
+                                results that matmuls and loops recompute (the result may overwrite a
+                                factor); on TPUs, for each choice of an expert, two inputs and
+                                SwiGLU's factors and gradients
 
 If the loss needs more than a layer, these replace the last two:
 

@@ -143,7 +143,7 @@ def main(config: CompileConfig) -> None:
         print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
         return
     verdict = "fits" if peak < usable else "does not fit"
-    share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
+    share = "" if is_tpu else f", the {usable / chip.memory:.0%} that JAX takes"
     print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
     if config.dtype != "bf16":
         print("\nIts speed is known in bf16 alone.")
