@@ -155,7 +155,7 @@ Stored = Mapped[as_stored, Weights]
 def weights_type(config: ModelConfig) -> Any:
     """The types of a model's Weights: resolves each `X | None` by the config."""
     qkv = families.qkv_type(config.qkv_bias, config.qk_norm)
-    each = config.experts and experts.experts_type(config.experts)
+    each = config.experts and choose(Experts, b_router=config.experts.bias)
     layer = choose(Layer, qkv=qkv, mlp=config.d_ff > 0, experts=each)
     return declared(choose(Weights, layers=layer, unembed=not config.tied_embeddings))
 

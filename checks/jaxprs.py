@@ -168,11 +168,6 @@ def makers(eqn: JaxprEqn, index: int) -> list[JaxprEqn]:
     return [*(makers(maker, maker.outvars.index(var)) if maker else ()), eqn]
 
 
-def made_at(eqn: JaxprEqn, index: int) -> str:
-    """The line that makes one of an equation's results."""
-    return next(filter(None, map(line_of, makers(eqn, index))), "")
-
-
 def on_host(aval: Any) -> bool:
     """Returns whether an array is in the host's memory rather than a device's."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host

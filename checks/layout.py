@@ -80,7 +80,7 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         if not dims or full not in (length, 2 * length):
             return number[0]
         mentioned.update(dict.fromkeys(dims))
-        return "*".join(map(str, dims)) + "/2" * (full > length)
+        return "*".join(map(str, dims)) + ("/2" if full > length else "")
 
     told = list[str]()
     for line in message.split("\n"):

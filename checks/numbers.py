@@ -75,14 +75,14 @@ def stirred(tree: Any) -> Any:
 
 
 def made(x: Any, sizes: dict[str, int]) -> Any:
-    """Makes entries between 0 and 1 for an array type; returns a tree of arrays as it is."""
+    """Makes entries for an array type, floats between 0 and 1, integers 0 or 1. Returns a tree of
+    arrays as it is."""
     if not isinstance(x, ArrayType):
         return x
     random, shape = np.random.default_rng(0), make_shapes(x, sizes)
     entries = random.uniform(0.1, 0.9, shape.shape)
-    return (entries if jnp.issubdtype(shape.dtype, jnp.floating) else entries + 0.5).astype(
-        shape.dtype
-    )
+    is_float = jnp.issubdtype(shape.dtype, jnp.floating)
+    return (entries if is_float else entries + 0.5).astype(shape.dtype)
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -169,14 +169,11 @@ def recording() -> Iterator[list[Event]]:
             emit(number, False, x)
             return x
 
-        def forward(x: jax.Array) -> tuple[jax.Array, None]:
-            return same(x), None
-
         def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
             emit(number, True, gradient)
             return (gradient,)
 
-        same.defvjp(forward, backward)
+        same.defvjp(lambda x: (same(x), None), backward)
         return same(x) if jnp.issubdtype(x.dtype, jnp.floating) else same.fun(x)
 
     events: list[Event] = []

@@ -143,7 +143,7 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
     probed = layout.probe(trace, axes, dimensions(config), alone, unused)
     for function in trials.beside_the_step(program).values():
-        with contextlib.suppress(LookupError):  # `untried` names it
+        with contextlib.suppress(trials.NothingFits):  # `untried` names it
             other = functools.partial(trace, function=function)
             layout.probe(other, axes, dimensions(config), alone, unused)
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
@@ -165,7 +165,7 @@ def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
-        except LookupError as error:
+        except trials.NothingFits as error:
             return f"{name} isn't checked: nothing fits its parameter {error.args[0]}"
     if hidden := trials.out_of_sight(program):
         cure = f"define it outside of {hidden[0]}, under typed_shard_map"
@@ -470,6 +470,7 @@ class Mark:
         self.said = self.file.read_text() if self.file and self.file.exists() else None
 
     def write(self, text: str) -> None:
+        self.said = text
         if self.file:
             try:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -529,8 +530,7 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 if running and (axes := communicating(probed, "permute")):
                     more = TinyRuns(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
-                types.said = untried(program, config, *traces)
-                types.write(types.said)
+                types.write(untried(program, config, *traces))
             if types.said and level == "noted":
                 say(f"note: {types.said}")
         yield wait

@@ -26,7 +26,7 @@ from shardlib.types import (
     f32,
     has_arrays,
     make_shapes,
-    mapped,
+    shard_mapped,
     type_tree,
     typed_shard_map,
     u32,
@@ -40,7 +40,7 @@ def beside_the_step(program: Any) -> dict[str, Any]:
     """The functions under typed_shard_map that the program, variants/ and kernels/ define, by name,
     without the training step and its gradients."""
     rooms = program.__name__, "variants", "kernels"
-    mine = {x for x in mapped if x.__module__.partition(".")[0] in rooms}
+    mine = {x for x in shard_mapped if x.__module__.partition(".")[0] in rooms}
     modules = [sys.modules[name] for name in sorted({x.__module__ for x in mine})]
     known = {name: x for each in modules for name, x in vars(each).items() if callable(x)}
     found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
@@ -59,11 +59,15 @@ def out_of_sight(program: Any) -> list[str]:
     return [x.__name__ for x in functions if makes(x.__code__)]
 
 
+class NothingFits(LookupError):
+    """No argument fits a parameter of a function, which this names."""
+
+
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
     """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
     arguments of `training_step`, or their types. Parameters for trees get one of these, or the
     state's weights or mu; for arrays, their type, for `numbers.made`; for sections, the config, its
-    model or training. Raises LookupError with the name of a parameter that nothing fits."""
+    model or training. Raises NothingFits with the name of such a parameter."""
     hints = typing.get_type_hints(inspect.unwrap(function))
     arrays, static = list[Any](), list[Any]()
     given = *given, given[0].weights, given[0].mu
@@ -80,7 +84,7 @@ def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[
         elif isinstance(hint, type) and (ours := [x for x in sections if isinstance(x, hint)]):
             static.append(ours[0])
         elif parameter.default is inspect.Parameter.empty:
-            raise LookupError(name)
+            raise NothingFits(name)
     return arrays, static
 
 
@@ -108,7 +112,7 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
         return there, batch, program.hyper_at(step, config.training)
 
     for name, function in beside_the_step(program).items():
-        with contextlib.suppress(LookupError):  # preflight.untried names it
+        with contextlib.suppress(NothingFits):  # preflight.untried names it
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
     # Mid-schedule; in the warmup; and for code that runs only every so many steps, or updates.

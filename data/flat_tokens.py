@@ -3,6 +3,7 @@
 docs/flat_tokens.md is the specification. "Encoded" tokens are ids as the format stores them.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ def decode(encoded: UInt32[np.ndarray, "*shape"]) -> Decoded:
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """Writes one split, sequence by sequence. The split is complete once the `with` block ends.
 
         with Writer("tokens.zarr", "train") as writer:
@@ -127,9 +128,6 @@ class Writer:
             self.pending = []
         counts = self.token_count, self.sequence_count, self.max_token_id, self.text_bytes
         return dict(zip(COUNTS, counts, strict=True))
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:

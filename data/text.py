@@ -81,10 +81,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-# Documents' tokens, end to end, and the number of tokens of each.
-Tokens = tuple[UInt32[np.ndarray, " tokens"], Int64[np.ndarray, " documents"]]
-
-
 class Tokenizer:
     """Converts texts to encoded tokens (see flat_tokens.py) and back.
 
@@ -142,7 +138,9 @@ class Tokenizer:
             raise UserError(problem.split("\n")[0]) from None
 
     @checked
-    def __call__(self, texts: list[str]) -> Tokens:
+    def __call__(
+        self, texts: list[str]
+    ) -> tuple[UInt32[np.ndarray, " tokens"], Int64[np.ndarray, " documents"]]:
         """Returns the tokens of all documents, end to end, and the length of each in tokens."""
         kind, first = (np.uint8, 1) if self.name == "bytes_utf8" else (np.uint32, 0)
         parts = self._ids(texts)
@@ -502,7 +500,7 @@ class Source:
                 else:
                     found = resolve_pattern(pattern, "", download_config=DownloadConfig(**access))
             if not found:
-                where = f" in {self.folder}" * (place != pattern)
+                where = f" in {self.folder}" if place != pattern else ""
                 raise UserError(f"{name} matches no file{where}")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):

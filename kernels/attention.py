@@ -22,12 +22,7 @@ from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
 
 # Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192
-KERNEL = "has_kernel"  # the scope of equations that TPUs and GPUs replace by a kernel
-
-
-def runs_kernel(path: str) -> bool:
-    """Returns whether TPUs and GPUs replace an equation with this path of scopes by a kernel."""
-    return KERNEL in path
+KERNEL = "has_kernel"  # in the path of scopes of equations that TPUs and GPUs replace by a kernel
 
 
 def balanced(length: int, parts: int) -> np.ndarray:

@@ -206,19 +206,14 @@ def over_blocks(
 def in_blocks(*inputs: jax.Array) -> jax.Array:
     """Computes the result of `grouped`, with gradients, in a loop."""
 
-    def start(rows: int) -> jax.Array:
-        return jnp.zeros_like(inputs[0], shape=(rows, inputs[0].shape[1]))
+    x, *_ = inputs
 
     def add(ys: jax.Array, block: Block, _: Any, own: jax.Array, operands: Any) -> jax.Array:
         y = jnp.where(own, swiglu(one, *operands), 0)
         return lax.dynamic_update_slice_in_dim(ys, y, block.first, axis=0)
 
-    ys, place = over_blocks(inputs, add, start)
+    ys, place = over_blocks(inputs, add, lambda rows: jnp.zeros_like(x, shape=(rows, x.shape[1])))
     return picked(ys, place).sum(1, dtype=jnp.float32).astype(ys.dtype)
-
-
-def _save(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return in_blocks(*inputs), inputs
 
 
 def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...]:
@@ -251,4 +246,4 @@ def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...
     return by_x, None, picked(scores, place), *by_weights
 
 
-in_blocks.defvjp(_save, _gradients)
+in_blocks.defvjp(lambda *inputs: (in_blocks(*inputs), inputs), _gradients)

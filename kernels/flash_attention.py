@@ -58,11 +58,7 @@ def _save(*inputs: jax.Array) -> tuple[jax.Array, Any]:
     return mixed, (*inputs, mixed, log_sum)
 
 
-def _gradients(saved: Any, mixed_grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    return *_backward(mixed_grad, *saved), None  # none for `seen`
-
-
-_attend.defvjp(_save, _gradients)
+_attend.defvjp(_save, lambda saved, grad: (*_backward(grad, *saved), None))  # none for `seen`
 
 
 # --- Blocks ---------------------------------------------------------------------------------------

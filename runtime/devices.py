@@ -21,7 +21,7 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     # From jax 0.11 on there is no such flag.
-    + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
+    + (" --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else "")
 )
 
 # Set here, as JAX would take them from the environment, which would change numbers or stops.

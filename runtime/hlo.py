@@ -41,7 +41,8 @@ def describe(op_name: str) -> str:
     *path, primitive = re.sub(r"^jit\(\w+\)/", "", op_name).split("/")
     scope, names = SCOPE.search(op_name), [p for p in path if not MACHINERY.fullmatch(p)]
     where = scope[0].replace("|", "/") if scope else names[-1] if names else ""
-    part = {"forward": "", "update": ""}.get(phase(op_name), f", {phase(op_name)}")
+    when = phase(op_name)
+    part = f", {when}" if when in ("recomputed", "backward") else ""
     return f"{where}{part}: {primitive}" if where else f"{primitive}{part}"
 
 

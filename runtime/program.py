@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
@@ -153,8 +154,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
 
 def _quoted(text: str) -> str:
     """Quotes a text so that Hydra takes it literally, whatever is in it."""
-    text = re.sub(r'(\\*)(?="|$)', r"\1\1", text)  # backslashes are escaped only before a quote
-    return '"' + text.replace('"', '\\"') + '"'
+    return QuotedString(text, Quote.double).with_quotes()
 
 
 def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> str:

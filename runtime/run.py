@@ -447,18 +447,19 @@ class Run(contextlib.ExitStack):
             return (self.folder / "lock").stat().st_ino
         return 0
 
-    def flush(self, saved: Any = None) -> None:
+    def flush(self) -> None:
         """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
-        updates, if an array of the tree `saved`, which is to be saved, isn't finite, or if the
-        run's folder, where it is to be saved, is no longer there."""
+        updates."""
         self.pause()
         self._write()
-        if saved is None:
-            return
+
+    def _require_savable(self, state: Any) -> None:
+        """Raises UserError if an array of the state isn't finite, or if the run's folder, where it
+        is to be saved, is no longer there."""
         gone = f"{self.folder} was removed or replaced" if self._lock() != self.lock else ""
         if gone := of_all_hosts(gone)[0]:
             raise UserError(f"{gone} while this run was writing to it; stopped without saving")
-        if bad := [name for name, finite in named(all_finite(saved)).items() if not finite]:
+        if bad := [name for name, finite in named(all_finite(state)).items() if not finite]:
             problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
             cure = "Lower training.learning_rate"  # gradients were finite
             raise UserError(f"{problem}, and in no checkpoint: {', '.join(bad)}. {cure}")
@@ -493,12 +494,10 @@ class Run(contextlib.ExitStack):
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
 
     def _write(self) -> None:
-        if self.row:
-            row, self.row, self.extra = self.row | self.extra, {}, {}
-            self.write(row)
-
-    def write(self, row: Row) -> None:
-        """Logs a row, prints progress, and ends the run after too many skipped updates."""
+        """Logs the pending row, prints progress, ends the run after too many skipped updates."""
+        if not self.row:
+            return
+        row, self.row, self.extra = self.row | self.extra, {}, {}
         self._give_sinks(row)
         self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
@@ -530,7 +529,7 @@ class Run(contextlib.ExitStack):
         """Returns whether to save the state after a step: because of the interval, a signal or the
         end of the run. After skipped updates, which may be due to weights that have diverged, a
         save for the interval waits for the next update. Call it once per step: it also ends the
-        profile. Raises what `flush` raises."""
+        profile. Raises what `flush` raises, and UserError for a state that can't be saved."""
         self.stopping = self.stop.reached()
         last = self.stopping or step + 1 == self.steps
         if self.config.profile and (last or step == self.first + 4):
@@ -539,7 +538,8 @@ class Run(contextlib.ExitStack):
         self.due |= due(self.config.checkpoint_interval, step, self.steps)
         if not (last or self.due):
             return False
-        self.flush(state)
+        self.flush()
+        self._require_savable(state)
         self.due = self.skipped > 0 and not last
         return not self.due
 
@@ -553,9 +553,9 @@ class Run(contextlib.ExitStack):
                 say(f"not in metrics.jsonl: {json.dumps(row)}")
             raise UserError(f"{self.unlogged}; stopped after {done} steps, which are saved")
         if self.stopping and done < self.steps:
-            name = self.stop.signal.name
+            name = self.stop.received.name
             say(f"stopped by {name} after {done} steps; the same command resumes there")
-            return 128 + self.stop.signal
+            return 128 + self.stop.received
         typical = statistics.median(self.seconds[1:] or self.seconds)
         each = f"{typical:.3f} s per step (median), {self._speed(typical)}"
         say(f"done: {self.steps - self.first} steps, {each}")
@@ -587,13 +587,13 @@ def origin() -> dict[str, Any]:
     """Records what a run depends on besides its config: source, versions, devices."""
     packages = ("jax", "jaxlib", "numpy", "zarr", "datasets", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
-    devices = jax.devices()
+    found = jax.devices()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "devices": f"{len(found)} x {found[0].device_kind}",
         "hosts": jax.process_count(),
     }
 

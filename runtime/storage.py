@@ -63,9 +63,9 @@ def _place(path: str) -> Any:
     return path if "://" in path else pathlib.Path(path)
 
 
-def group(path: str, mode: Any, **options: Any) -> Any:
+def group(path: str, mode: Any) -> Any:
     """Opens a zarr group in a folder or a bucket."""
-    return zarr.open_group(_place(path), mode=mode, **options)
+    return zarr.open_group(_place(path), mode=mode)
 
 
 def names(path: str) -> list[str]:

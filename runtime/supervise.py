@@ -43,7 +43,7 @@ class Stop(contextlib.ExitStack):
     """Tracks whether one of STOPS has reached any host during the `with` block, so that the run
     stops after the current step. A second Ctrl-C ends the process at once."""
 
-    signal = signal.SIGTERM
+    received = signal.SIGTERM
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Stop(contextlib.ExitStack):
         return self
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self.received = signal.Signals(number)
         self.ask()
 
     def _listen(self) -> None:

@@ -56,10 +56,7 @@ def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bo
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         return primitive.name == CUDNN or marked(primitive, *args, **params)
 
-    def fn_in_turn(*args: Any) -> Any:
-        return fn(*_together(*args))
-
-    called = fn_in_turn if unrolled and in_turn else fn
+    called = (lambda *args: fn(*_together(*args))) if unrolled and in_turn else fn
     return jax.checkpoint(called, policy=policy, prevent_cse=unrolled)  # type: ignore[return-value]
 
 
@@ -109,19 +106,15 @@ def sum_over_chunks(
 
     @jax.custom_vjp
     def summed(shared: Any, x_chunks: jax.Array) -> Any:
-        values = lax.map(lambda chunk: fn(shared, *chunk), (x_chunks, *other_chunks))
-        return total(values)
+        return total(lax.map(lambda chunk: fn(shared, *chunk), (x_chunks, *other_chunks)))
 
     def total(values: Any) -> Any:
         return jax.tree.map(lambda x: x.sum(0), values)
 
     def forward(shared: Any, x_chunks: jax.Array) -> tuple[Any, Any]:
         def add(grads_so_far: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-            def of_chunk(shared: Any, x: jax.Array) -> Any:
-                return fn(shared, x, *chunk[1:])
-
-            values_and_grads = jax.value_and_grad(of_chunk, argnums=(0, 1), has_aux=True)
-            values, (shared_grads, x_grad) = values_and_grads(shared, chunk[0])
+            values_and_grads = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)
+            values, (shared_grads, x_grad) = values_and_grads(shared, *chunk)
             return jax.tree.map(jnp.add, grads_so_far, shared_grads), (values, x_grad)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), shared)

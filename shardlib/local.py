@@ -78,10 +78,6 @@ def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Ar
     return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)
 
 
-def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
-    return widening_einsum(subscripts, dtype, *operands), operands
-
-
 def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
     gradient = gradient.astype(operands[0].dtype)
     terms = subscripts.replace("->", ",").split(",")
@@ -98,4 +94,4 @@ def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Arr
     return tuple(map(product, range(len(operands))))
 
 
-widening_einsum.defvjp(_widening_forward, _widening_backward)
+widening_einsum.defvjp(lambda *args: (widening_einsum(*args), args[2:]), _widening_backward)

@@ -41,12 +41,6 @@ from shardlib.types import (
     show_groups,
 )
 
-
-def scope_name(op: str, signature: str) -> str:
-    """The name of an op's scope. A "/" would start a new path segment there, so it becomes "|"."""
-    return f"{op}({signature})".replace("/", "|")
-
-
 # Finds an op's scope name in a longer path. jvp(ab,bc->ac) is the gradient of a jnp.einsum.
 SCOPE = re.compile(r"\b(?!(?:jvp|transpose|vmap)\()\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
@@ -97,7 +91,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, what := f"operand {i + 1} of {call.where}")
             watched.append(watching.value(operand, spec, what))
-        with jax.named_scope(scope_name(name, signature)):
+        # A "/" would start a new segment of the path.
+        with jax.named_scope(f"{name}({signature})".replace("/", "|")):
             result = implementation(call, *watched, **options)
             varying_along = jax.typeof(result).manual_axis_type.varying
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.

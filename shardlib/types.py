@@ -349,8 +349,7 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     sizes = dict(table or {})
     place = f"{where} `{spec}`"
     for dim, length in zip(spec.dims, value.shape, strict=True):
-        axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
-        parts = math.prod(axes.values())
+        parts = math.prod(mesh[axis] for axis in dim.axes)
         size = length * parts if local else length
         if size % parts:
             over = show_axes(mesh, dim.axes)
@@ -597,7 +596,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
     """
     mesh = mesh_shape()
 
-    def shape(kind: ArrayType, _: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def shape(kind: ArrayType) -> jax.ShapeDtypeStruct:
         lengths = []
         for dim in kind.spec.dims:
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
@@ -606,8 +605,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
                     f"{kind}: dimension {dim.name} has no size; add it to DIMENSIONS, with its "
                     "key in the config"
                 )
-            axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
-            if length % math.prod(axes.values()):
+            if length % math.prod(mesh[axis] for axis in dim.axes):
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
                     f"{show_axes(mesh, dim.axes)}, as {kind} needs"
@@ -616,7 +614,8 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
             lengths.append(length)
         return jax.ShapeDtypeStruct(lengths, kind.dtype)
 
-    return jax.tree.map(shape, type_tree(hint), make_partition_specs(hint))
+    make_partition_specs(hint)  # raises if the mesh lacks an axis
+    return jax.tree.map(shape, type_tree(hint))
 
 
 # --- Checked functions ----------------------------------------------------------------------------
@@ -646,12 +645,7 @@ class _Signature:
         for path, kind, leaf in leaves:
             # A scalar that varies lacks a sum. But in a pytree_dataclass it may be a weight, which
             # ops.broadcast makes varying.
-            if (
-                not kind.spec.dims
-                and not kind.spec.unreduced
-                and "." not in path
-                and inside_shard_map()
-            ):
+            if kind.spec == Spec() and "." not in path and inside_shard_map():
                 check_replicated(path, kind, leaf)
         return leaves
 
@@ -678,7 +672,7 @@ def typechecked(fn: F) -> F:
     return typing.cast(F, wrapper)
 
 
-mapped = weakref.WeakSet[Any]()  # the functions under typed_shard_map
+shard_mapped = weakref.WeakSet[Any]()  # the functions under typed_shard_map
 
 
 def typed_shard_map(fn: F) -> F:
@@ -695,7 +689,7 @@ def typed_shard_map(fn: F) -> F:
     signature = _Signature(fn)
     if "return" not in signature.hints:
         raise SpecError(f"{fn.__name__} needs a result annotated with array types")
-    mapped.add(fn)
+    shard_mapped.add(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -176,7 +176,7 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
     wanted = {
         eqn.invars[0].aval.dtype.name
         for eqn, path, *_ in jaxprs.equations(jaxpr)
-        if eqn.primitive.name in PRODUCTS and not attention.runs_kernel(path)
+        if eqn.primitive.name in PRODUCTS and attention.KERNEL not in path
     }
     products = [row for row in ledger(jaxpr, config.mesh.axes).products if not row.in_kernel]
     found = gpus.read(text, chip_of(program)).kernels

@@ -28,21 +28,21 @@ def damage(checkpoint: Checkpoint) -> Iterator[str]:
             yield str(error)
 
 
-def describe(checkpoint: Checkpoint) -> tuple[str, bool]:
+def describe(checkpoint: Checkpoint) -> tuple[str, bool, bool]:
     """Describes a checkpoint in a line. Also returns whether it is complete and its attributes are
-    readable."""
+    readable, and whether it is intact or incomplete."""
     when = datetime.datetime.fromtimestamp(checkpoint.start / 1000).isoformat(" ", "seconds")
     line = f"{checkpoint.path}: step {checkpoint.step:,}, written by the run started {when}"
     if not checkpoint.may_be_complete:
-        return f"{line}; incomplete", False
+        return f"{line}; incomplete", False, True
     problem, readable = "", True
     try:
         problem = "; ".join(damage(checkpoint))
     except DamageError as error:
         problem, readable = str(error).partition(" is damaged: ")[2], False
     if not checkpoint.may_be_complete:
-        return f"{line}; removed meanwhile", False
-    return f"{line}; " + (f"DAMAGED: {problem}" if problem else "intact"), readable
+        return f"{line}; removed meanwhile", False, True
+    return f"{line}; " + (f"DAMAGED: {problem}" if problem else "intact"), readable, not problem
 
 
 def show(checkpoint: Checkpoint) -> None:
@@ -62,9 +62,9 @@ def main() -> None:
     with user_errors():
         path, last, intact = parser.parse_args().path, None, True
         for checkpoint in list_checkpoints(path):
-            line, complete = describe(checkpoint)
+            line, complete, undamaged = describe(checkpoint)
             print(line)
-            last, intact = checkpoint if complete else last, intact and "DAMAGED" not in line
+            last, intact = checkpoint if complete else last, intact and undamaged
         if not last and intact:
             raise UserError(NO_CHECKPOINT.format(path))
         if last:

@@ -31,7 +31,7 @@ def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
         size, packed = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)
         stored = f"{packed / 1e6:,.1f} MB on disk, compressed {size / packed:.1f} times"
     else:
-        more = "; ..." * (len(data.files) > 3)
+        more = "; ..." if len(data.files) > 3 else ""
         stored = f"{counted(len(data.files), 'file')}: {'; '.join(data.files[:3])}{more}"
     text = f" of {data.bytes_per_token:.2f} bytes" if data.bytes_per_token else ""
     tokens = f"{counted(data.token_count, 'token')}{text}, ids up to {largest}"

@@ -140,7 +140,8 @@ def draw(
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
-    names = ["\N{NO-BREAK SPACE}" * name.startswith("_") + name for name in names]  # else no label
+    # A name that begins with _ would get no label.
+    names = ["\N{NO-BREAK SPACE}" + name if name[0] == "_" else name for name in names]
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
     for run, config in zip(runs, configs, strict=True):
         run["each"], run["loss"] = run["loss"], smooth(run["loss"], steps)
@@ -183,7 +184,8 @@ def draw(
         panels["S"].plot(tokens, run["speed"], color=color, marker=dot)
     average = f", averaged over {steps:g} steps" if steps > 1 else ""
     for letter, panel in panels.items():
-        panel.set(title=TITLES[letter] + average * (letter != "V"), xlabel="tokens", ylabel=nats)
+        title = TITLES[letter] + (average if letter != "V" else "")
+        panel.set(title=title, xlabel="tokens", ylabel=nats)
         panel.grid(alpha=0.3)
         if log and letter != "S":
             panel.set(xscale="log", yscale="log")
@@ -203,7 +205,7 @@ def draw(
     panels["S"].yaxis.set_major_formatter(EngFormatter())
     legend = panels["L"].get_legend_handles_labels()
     figure.legend(*legend, loc="outside upper center", ncols=columns)
-    figure.supxlabel(text * bool(table.size), family="monospace", fontsize=8)
+    figure.supxlabel(text if table.size else "", family="monospace", fontsize=8)
     try:
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
             figure.savefig(output, dpi=150)

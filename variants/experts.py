@@ -1,6 +1,6 @@
 """Experts, in place of a layer's feed-forward or beside it. Each token takes a few of them.
 
-train.py calls `experts_type`, `mixture` in a layer, `costs` in the loss and `rebalanced` after the
+train.py calls `mixture` in a layer, `costs` in the loss and `rebalanced` after the
 update. Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
@@ -18,7 +18,7 @@ from runtime.config import F32, PositiveInt, Section, one_of
 from runtime.initial import bias, into_residual, matrix
 from shardlib import ops
 from shardlib.activations import save_for_backward
-from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
+from shardlib.types import Stacked, compute, f32, pytree_dataclass, typechecked
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -66,11 +66,6 @@ class Experts:
     e_gate: compute["E/t M/c/s G", matrix("M")]
     e_up: compute["E/t M/c/s G", matrix("M")]
     e_down: compute["E/t M/c/s G", into_residual("G")]
-
-
-def experts_type(config: ExpertsConfig) -> Any:
-    """The types of a config's Experts."""
-    return choose(Experts, b_router=config.bias)
 
 
 @pytree_dataclass

@@ -63,7 +63,7 @@ def test_a_signal_that_nohup_or_a_handler_takes_stays_theirs():
                 os.kill(os.getpid(), number)
             assert not stop.reached()
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.reached() and stop.signal == signal.SIGTERM
+            assert stop.reached() and stop.received == signal.SIGTERM
     finally:
         for number, handler in zip((signal.SIGHUP, signal.SIGUSR1), before, strict=True):
             signal.signal(number, handler)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from checks.jaxprs import COLLECTIVES, axes_of, equations, made_at, makers, on_host, op_of
-from kernels.attention import runs_kernel
+from checks.jaxprs import COLLECTIVES, axes_of, equations, line_of, makers, on_host, op_of
+from kernels.attention import KERNEL
 from runtime.hlo import phase
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -81,7 +81,7 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
-            size, in_kernel = sum(map(nbytes, arrays)), runs_kernel(path)
+            size, in_kernel = sum(map(nbytes, arrays)), KERNEL in path
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in used.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]
@@ -126,7 +126,7 @@ def _kernel_bytes(jaxpr: Any) -> int:
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
     for eqn in jaxpr.eqns:
-        in_kernel = runs_kernel(str(eqn.source_info.name_stack))
+        in_kernel = KERNEL in str(eqn.source_info.name_stack)
         variables = (*eqn.invars, *eqn.outvars)
         touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
         apart = in_kernel or eqn.primitive.name == "cond"
@@ -156,10 +156,11 @@ def _saved(body: Any) -> Iterator[Saved]:
                         (inner,) = jaxprs_in_params(maker.params)
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
-                    line, memory = made_at(maker, index), "host" if on_host(array) else "device"
+                    chain = makers(maker, index)
+                    line = next(filter(None, map(line_of, chain)), "")
+                    memory = "host" if on_host(array) else "device"
                     yield Saved(line, times, shape, array.dtype.name, nbytes(array), memory)
-                    innermost, *_ = makers(maker, index)
-                    if runs_kernel(str(innermost.source_info.name_stack)):
+                    if KERNEL in str(chain[0].source_info.name_stack):
                         shape, size = shape[:-1], 4 * array.size // shape[-1]
                         yield Saved(line, times, shape, "float32", size, memory, statistics=True)
         elif when == "forward":

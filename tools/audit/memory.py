@@ -10,11 +10,11 @@ The peak is in the backward pass. Memory then holds:
     saved for the backward pass as the ledger lists it, with the unembedding's gradient
     gathered weights            a layer's, whole along s and c, and their gradients before these are
                                 summed over s and c
-    arrays of a layer           the most of: three of the largest size in its backward pass (SwiGLU's
-                                result, and its two factors' gradients); two of that size and all
-                                results that matmuls and loops recompute (the result may overwrite a
-                                factor); on TPUs, for each choice of an expert, two inputs and
-                                SwiGLU's factors and gradients
+    arrays of a layer           the most of: three of the largest size in its backward pass
+                                (SwiGLU's result, and its two factors' gradients); two of that size
+                                and all results that matmuls and loops recompute (the result may
+                                overwrite a factor); on TPUs, for each choice of an expert, two
+                                inputs and SwiGLU's factors and gradients
 
 If the loss needs more than a layer, these replace the last two:
 
@@ -39,7 +39,7 @@ from jax.extend.core import jaxprs_in_params
 
 import train
 from checks.jaxprs import equations
-from kernels.attention import runs_kernel
+from kernels.attention import KERNEL
 from runtime.hlo import phase
 from shardlib.mesh import abstract_mesh
 from shardlib.types import compute, computing_in, f32, make_shapes, type_tree
@@ -49,8 +49,8 @@ ARGUMENTS = "weights", "moments", "batch"
 SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "logits of a chunk"
 
 
-def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dict[str, int]:
-    """Returns the bytes, by term, that a device of the kind `chip` holds at the peak of a training
+def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dict[str, int]:
+    """Returns the bytes, by term, that a device of this kind holds at the peak of a training
     step with this jaxpr and ledger."""
     axes, sizes, training = config.mesh.axes, train.dimensions(config), config.training
     parts, state = training.microbatches, train.state_type(config)
@@ -69,10 +69,10 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
         gradient_sums = bytes_of(state.weights, axes | {"r": 1}) if parts > 1 else 0
         replica, layers = bytes_of(kinds, axes), bytes_of(kinds.layers, whole)
         unembedding, logits = bytes_of(kinds.embed, whole), bytes_of(f32["B/d L/c V/t"], axes)
-        if "TPU" not in chip and config.dtype != "f32":
+        if "TPU" not in kind and config.dtype != "f32":
             logits += bytes_of(compute["B/d L/c V/t"], axes)  # their gradient
         in_groups = 0
-        if "TPU" in chip and (experts := config.model.experts):
+        if "TPU" in kind and (experts := config.model.experts):
             inputs, factors = (bytes_of(compute[f"B/d L/c {dim}"], axes) for dim in "MG")
             in_groups = experts.per_token * (2 * inputs + 4 * factors) // parts
 
@@ -105,6 +105,6 @@ def _results(jaxpr: Any, layers: int) -> Iterator[tuple[str, int]]:
     pass, whose equations run at least `layers` times."""
     for eqn, path, _, runs, _ in equations(live(jaxpr)):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
-        written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path)
+        written = eqn.primitive.name in (*PRODUCTS, "scan") and KERNEL not in path
         if in_layer and written:
             yield from ((phase(path), nbytes(var.aval)) for var in eqn.outvars)

@@ -88,9 +88,6 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
         raise UserError(f"{problem.splitlines()[0]}. {cure} {file}") from None
 
 
-# --- Program --------------------------------------------------------------------------------------
-
-
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes

@@ -113,12 +113,6 @@ def first(shape: str) -> tuple[str, list[int]]:
     return dtype, [int(n) for n in dims.split(",") if n]
 
 
-def received(kind: str, shape: str, count: int) -> float:
-    """Returns the bytes that each of `count` devices receives, given a collective's result."""
-    whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
-    return whole * share_received(kind, count)
-
-
 def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> Kernel | None:
     """Returns an instruction's kernel, if it has one. `around` is the instruction's computation."""
     target = call.find(r'custom_call_target="(\w+\$\w+)')
@@ -157,7 +151,8 @@ def read(text: str, chip: chips.Chip) -> Read:
             if call.op == "while":
                 known = call.find(r'known_trip_count":\{"n":"(\d+)"')
                 trips = int(known or 1)
-                found.unknown.extend([] if known else [call.name])
+                if not known:
+                    found.unknown.append(call.name)
                 now += trips * walk(call.called("body")[0], times * trips)
                 continue
             parts = [(call, computation), *inside(call, program)]
@@ -180,7 +175,9 @@ def read(text: str, chip: chips.Chip) -> Read:
         kind, pairs = call.op.removesuffix("-start"), call.find(r"source_target_pairs=\{(.*?)\}\}")
         count = pairs.count("{") or group_size(call.rest)
         if re.fullmatch(COLLECTIVE, kind) and count > 1:
-            found.sent.append(Sent(kind, count, times, received(kind, shape, count), beside))
+            whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
+            received = whole * share_received(kind, count)
+            found.sent.append(Sent(kind, count, times, received, beside))
 
     walk("", 1)
     return found
