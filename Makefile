@@ -34,7 +34,7 @@ test: $(VENV)/dev
 test-all: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(CHEAP)"
 
-# About fifteen minutes: the README's first hour, the full stdlib config, every byte flipped.
+# About fifteen minutes: the README's first hour, lost hosts, kills, every byte flipped.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
 

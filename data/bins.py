@@ -32,7 +32,8 @@ def bin_files(path: str) -> list[str]:
         return sorted(glob.glob(f"{glob.escape(path)}/*.bin"))
     if not path.endswith(".bin"):
         return []
-    return [path] if os.path.exists(path) else sorted(glob.glob(path)) or [path]
+    found = sorted(glob.glob(path, recursive=True))
+    return [path] if os.path.exists(path) else found or [path]
 
 
 def mapped(file: str, kind: str) -> np.ndarray:
@@ -83,6 +84,13 @@ def mapped(file: str, kind: str) -> np.ndarray:
 FOR_VALIDATION = r"(?<![a-z])(e?val(id\w*|uation)?|tests?|dev|held_?out|holdout)(?![a-z])"
 
 
+def check_one_split(path: str, files: list[str]) -> None:
+    """Raises FlatTokensError if some of these files are for training, and others for validation."""
+    others = [file for name in files if "train" not in (file := os.path.basename(name))]
+    if len(others) < len(files) and re.search(FOR_VALIDATION, str(others)):
+        raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
+
+
 class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
     from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
@@ -106,9 +114,7 @@ class Bins:
                 raise FlatTokensError(f"{file} can't be read: {problem}") from None
             self.firsts.append(self.firsts[-1] + len(ids))
             self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
-        others = [file for file in self.files if "train" not in file]
-        if len(others) < len(self.files) and re.search(FOR_VALIDATION, str(others)):
-            raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
+        check_one_split(path, self.files)
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
 
     @checked

@@ -65,12 +65,14 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
 
     def __init__(self, path: str, split: str, written: dict[str, Any] | None = None):
         self.name = f"{path}/{split}"
-        there = storage.names(self.name)
-        if there and not any(name.startswith((".z", "zarr.json")) for name in there):
+        # Besides the arrays and zarr.json, an interrupted write leaves zarr.<id>.partial.
+        if any(x not in ARRAYS and not x.startswith("zarr.") for x in storage.names(self.name)):
             raise FileExistsError(f"{self.name} is no part of a dataset; choose another output")
         with storage.opening(path):
             root: Any = storage.group(path, "a")
             complete = split in root and "max_token_id" in root[split].attrs
+        if root.metadata.zarr_format != 3:
+            raise FileExistsError(f"{path} has zarr's format 2, not 3; choose another output")
         if written is None and complete:
             raise FileExistsError(f"{path} already has a split {split}; choose another output")
         with storage.opening(self.name, "written"):

@@ -64,6 +64,7 @@ class StreamLoader(Batches):
         self.source = text.Source(load, name, config, config.sequences_packed_per_batch)
         found, hosts = self.source.check(), jax.process_count()
         check_hosts_agree({"a dataset": found}, SAME_FILES)
+        self.first = {"source": found | {"hosts": hosts}}  # the position at each epoch's start
         self.files = frozenset(self.source.names)
         for note in self.source.notes if split == "train" else ():
             say(f"note: {note}")
@@ -87,12 +88,12 @@ class StreamLoader(Batches):
                 documents += len(unit.lengths)
                 empty += int((unit.lengths == 0).sum())
                 yield unit
-            if documents == empty and not position:
+            if documents == empty and "state" not in position:
                 raise UserError(f"{self.name} has no text for host {jax.process_index()}")
             if number == 0:
                 read = f"{text.counted(documents, 'document')}, {empty:,} without text"
                 say(f"{self.name} starts over: read {read}")
-            position = {}
+            position = self.first
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields `count` encoded tokens at a time from a place on, preceded by the token before
@@ -119,7 +120,7 @@ class StreamLoader(Batches):
         return f"{self.name} batch {number} of the stream, counted from 0"
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        place: Any = self.position or {"position": {}, "used": 0, "batches": 0}
+        place: Any = self.position or {"position": self.first, "used": 0, "batches": 0}
         count, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
             *_, (flat, place) = itertools.islice(tokens, number + 1 - count)

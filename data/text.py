@@ -21,6 +21,7 @@ import os
 import re
 import reprlib
 import sys
+import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -163,6 +164,14 @@ class Tokenizer:
         before, after = (Counter(re.sub(r"[^\S\n]", "", x)) for x in (text, back))
         return before - after
 
+    def mistaken(self) -> list[str]:
+        """Lists the special tokens whose names in a text become them. A model's own vocabulary may
+        have them, too, as Unigram's does."""
+        added = self.slow.added_tokens_decoder.items() if self.slow else ()
+        special = {i: str(x) for i, x in added if x.special}
+        ids = {i: decode(self([x])[0])[0] for i, x in special.items()}
+        return [x for i, x in special.items() if i in ids[i][: len(ids[i]) - len(self.end)]]
+
     @functools.cached_property
     def digest(self) -> str:
         """Identifies the tokenizer by its definition or, if it is in Python, its vocabulary."""
@@ -289,7 +298,7 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
     import pyarrow.parquet
 
     # With pre_buffer, the part of a file that has been read would stay in memory.
-    parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+    parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
     batches = parquet.iter_batches(ROWS, columns=[column])
     yield from table_rows(parquet.schema_arrow, batches, column)
 
@@ -303,6 +312,8 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
         opened = pyarrow.ipc.open_file(file)
         batches = map(opened.get_batch, range(opened.num_record_batches))
     yield from table_rows(opened.schema, batches, column)
+    if opened is batches and file.read(1):
+        raise ValueError("it has more than one stream")
     stream = opened is batches and file.seekable() and file.seek(-8, os.SEEK_END)
     if stream and file.read() != b"\xff\xff\xff\xff\0\0\0\0":
         raise EOFError("the stream ended before its end marker")
@@ -377,30 +388,33 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
 def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, or of the files in a zip archive."""
     import datasets
-    from datasets.utils.file_utils import xjoin, xopen, xwalk
+    from datasets.utils.file_utils import xopen
 
     options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.StreamingDownloadManager(download_config=options)
-    parts = [archive := manager.extract(file)]
-    if zipped := archive.startswith("zip://::"):  # iter_files would leave out __init__.py
-        walk = xwalk(archive, download_config=options)
-        parts = [xjoin(folder, name) for folder, _, names in walk for name in names]
 
-    def place(part: str) -> tuple[list[str], str]:  # a folder's files come before its folders
-        *folders, name = part.partition("::")[0].split("/")
+    def rows(opened: Any, name: str) -> Iterator[dict[str, Any]]:
+        whole = fsspec.compression.compr[infer_compression(name)](opened, mode="rb")
+        return reader(whole, column, builder.config)
+
+    def place(name: str) -> tuple[list[str], str]:  # a folder's files come before its folders
+        *folders, name = os.path.normpath(name).split("/")
         return folders, name
 
-    for part in sorted(parts, key=place):
-        inside = part.partition("::")[0] if zipped else ""
-        if re.search(r"/(\.|__MACOSX/)", inside):  # hidden
-            continue
-        if ARCHIVES.search(inside) or inside.lower().endswith(".zip"):
-            raise UserError(f"{inside} in {file} is an archive, too: unpack them")
-        with xopen(part, "rb", download_config=options) as opened:
-            # A file in an archive may be compressed, too.
-            kind = infer_compression(part.partition("::")[0])
-            whole = fsspec.compression.compr[kind](opened, mode="rb")
-            yield from reader(whole, column, builder.config)
+    if not (inside := manager.extract(file)).startswith("zip://::"):
+        with xopen(inside, "rb", download_config=options) as opened:
+            yield from rows(opened, inside.partition("::")[0])
+        return
+    with xopen(file, "rb", download_config=options) as opened, zipfile.ZipFile(opened) as archive:
+        for name in sorted({*archive.namelist()}, key=place):
+            folders, last = place(name)
+            hidden = any(x.startswith(".") and x != ".." for x in (*folders, last))
+            if name.endswith("/") or hidden or "__MACOSX" in folders:
+                continue
+            if ARCHIVES.search(name) or name.lower().endswith(".zip"):
+                raise UserError(f"{name} in {file} is an archive, too: unpack them")
+            with archive.open(name) as member:  # which may be compressed, too
+                yield from rows(member, name)
 
 
 # --- The dataset ----------------------------------------------------------------------------------
@@ -443,7 +457,7 @@ class Source:
             cure = "train_split and validation_split choose splits"
             raise UserError(f"load_dataset.{name} {problem}; {cure}")
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
-        paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+        paths = jax.tree.map(lambda x: os.path.expanduser(str(x).removeprefix("file://")), paths)
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
         self.column, self.tokenizer = self.config.column, self.config.tokenizer
@@ -464,6 +478,9 @@ class Source:
                     self.lossy = True
                     such = f"{share:.1%} of the characters, such as {lost.most_common(1)[0][0]!r}"
                     self.notes.append(f"the tokenizer {self.tokenizer} loses or changes {such}")
+                if special := tokenizer(self.tokenizer).mistaken():
+                    such = f"{', '.join(special[:3])} in a text for special tokens"
+                    self.notes.append(f"the tokenizer {self.tokenizer} takes {such}")
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
@@ -519,8 +536,17 @@ class Source:
             for name, _ in files:
                 if reader and ARCHIVES.search(name):
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
+                if name.endswith(".tar") and "://" not in name:  # WebDataset reads cut ones, too
+                    with open(name, "rb") as tar:
+                        if tar.seek(0, os.SEEK_END) < 512 or (
+                            tar.seek(-512, 2) and any(tar.read())
+                        ):
+                            raise UserError(f"{name} lacks its end: was it cut off?")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
-            builder.config.sample_by = self.load_dataset.get("sample_by", "document")
+            by = self.load_dataset.get("sample_by", "document")
+            if by not in ("document", "line", "paragraph"):
+                raise UserError(f"load_dataset.sample_by={by}: choose document, line or paragraph")
+            builder.config.sample_by = by
             if ours and builder.config.sample_by != "paragraph":
                 rows = functools.partial(file_rows, builder, reader, self.column)
                 shards = [(name, functools.partial(rows, name)) for name, _ in files]
@@ -529,11 +555,10 @@ class Source:
                 part = functools.partial(whole.shard, whole.num_shards)
                 numbers = range(whole.num_shards)
                 shards = [(f"{self.split}, shard {i}", functools.partial(part, i)) for i in numbers]
-        except ValueError as error:
-            raise UserError(str(error)) from None
         except Exception as error:  # the libraries below raise errors of many types
-            path = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}"
-            raise UserError(f"{path}: {error}") from None
+            where = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}: "
+            says_where = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+            raise UserError(f"{'' if says_where else where}{error}") from None
         dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
         return dataset, self._fingerprint(files, len(shards))
 
@@ -548,7 +573,8 @@ class Source:
 
         folder, card = self.folder, self.folder / "README.md"
         card_text = card.read_text() if card.is_file() else ""
-        listing = card_text.startswith("---") and "data_files:" in card_text  # of each split's
+        front, *_ = card_text.split("\n---")
+        listing = front.startswith("---") and "data_files:" in front  # of each split's
         by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
         for saved in (folder, folder / self.split) if by_name else ():
             if (saved / "state.json").is_file() and any(saved.glob("data-*.arrow")):
@@ -573,7 +599,8 @@ class Source:
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         names = [x if "://" in x else os.path.realpath(x) for x, _ in pairs]
-        for name, times in Counter(names).items():
+        unpacked = (re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", x) for x in names)
+        for name, times in Counter(unpacked).items():
             if times > 1 and not self.names:
                 self.notes.append(f"{name} is read {times} times")
         self.names = {*names}
@@ -621,13 +648,16 @@ class Source:
         from datasets import config
 
         hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
+        stores = self.load_dataset.get("storage_options") or {}
         # The folder differs between copies of local files, and between revisions on the hub.
         known: list[Any] = []
         for name, tag in files:
             info: dict[str, Any] = {"size": 0, "blob_id": tag}
-            if name.startswith("hf://") or "://" not in name:  # its folder was just listed
-                info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
-            known.append((os.path.basename(name), info["size"], info.get("blob_id")))
+            if name.startswith("hf://") or "://" not in name or not tag:
+                access = hub if name.startswith("hf://") else stores
+                store, inner = fsspec.core.url_to_fs(name, **access)
+                info = store.info(inner)
+            known.append((os.path.basename(name), info["size"] or 0, info.get("blob_id")))
         found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
         found |= {"names and sizes": digest(known), "shards": shards}
         return found | {"tokenizer": tokenizer(self.tokenizer, self.config.end_token).digest}

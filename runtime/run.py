@@ -494,10 +494,12 @@ class Run(contextlib.ExitStack):
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
 
     def _write(self) -> None:
-        """Logs the pending row, prints progress, ends the run after too many skipped updates."""
-        if not self.row:
-            return
-        row, self.row, self.extra = self.row | self.extra, {}, {}
+        if self.row:
+            row, self.row, self.extra = self.row | self.extra, {}, {}
+            self.write(row)
+
+    def write(self, row: Row) -> None:
+        """Logs a row, prints progress, and ends the run after too many skipped updates."""
         self._give_sinks(row)
         self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0

@@ -250,5 +250,5 @@ jnp.array(numbers) % (rows // mesh_shape()["s"])
 count = size
 """)
 
-# In the loop around generation's step, and in evaluation, which no check runs.
+# In sampling, evaluation, and texts longer than a row: no check tries these.
 NOT_PROMISED = "hnet #20", "Megatron-LM #5983", "transformers #24839"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data.bins import HEADERS, Bins, bin_files, check_end_token
+from data.bins import HEADERS, Bins, bin_files, check_end_token, check_one_split
 from data.flat_tokens import CHUNK, MAX_ID, SPLITS, FlatTokens, Writer, encode
 from data.text import counted
 from runtime.config import within
@@ -88,7 +88,8 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
     except (ValueError, IndexError, KeyError, TypeError):
         raise UserError(f"{index} isn't an index of Megatron-LM for ids, or was cut off") from None
     if len(ids) != end:
-        raise UserError(f"{file} has {len(ids):,} ids, {index} says {end:,}: was it cut off?")
+        cause = "was it cut off?" if len(ids) < end else "is the index another file's?"
+        raise UserError(f"{file} has {len(ids):,} ids, {index} says {end:,}: {cause}")
     if not whole:  # an early merge_file_ left out the documents of all files but the first
         problem = f"{index} doesn't list the documents of all {count:,} sequences"
         raise UserError(
@@ -114,6 +115,7 @@ def from_bins(source: str, output: str, end_token: int | None, kind: str | None)
     files = bin_files(source)
     if not any(map(os.path.exists, files)):
         raise UserError(f"{source} matches no local file")
+    check_one_split(source, files)
     if any(os.path.exists(f"{file.removesuffix('bin')}idx") for file in files):
         if kind or end_token is not None:
             problem = f"{source}: the .idx file says where documents start, and the type of ids"

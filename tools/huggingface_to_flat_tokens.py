@@ -8,8 +8,10 @@ The configs are in configs/convert. To continue an interrupted conversion, run t
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pathlib
+import re
 import sys
 import sysconfig
 import time
@@ -29,6 +31,8 @@ from runtime.program import program
 from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at most that much work
+SECRETS = "token", "storage_options"
+SIGNATURE = re.compile(r'(?<="http)(s?://[^?"]*)\?[^"]*')
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
@@ -70,8 +74,9 @@ class Conversion:
     def __init__(self, config: ConvertConfig, sources: dict[str, Any]):
         self.config, self.sources = config, sources  # fingerprints by split
         settings = {k: v for k, v in config.values().items() if k != "output"}
-        for secret in "token", "storage_options":  # a dataset may be published
-            settings["load_dataset"].pop(secret, None)
+        # A dataset may be published: without secrets, and signatures in URLs.
+        load = {x: y for x, y in settings["load_dataset"].items() if x not in SECRETS}
+        settings["load_dataset"] = json.loads(SIGNATURE.sub(r"\1", json.dumps(load)))
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         vocabulary = text.tokenizer(config.tokenizer).vocabulary
         self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}

@@ -255,7 +255,7 @@ def test_a_function_that_only_the_loop_calls_is_tried():
 def test_a_function_that_the_loop_maps_over_devices_is_named(mapped):
     kinds = "kinds = state_type(config)"
     module = edited("train.py", (kinds, f"{kinds} or {mapped}"))
-    assert untried(module, config_of(module)).startswith("fresh_state maps a function over devices")
+    assert untried(module, config_of(module)).startswith("fresh_state maps an unchecked function")
 
 
 @pytest.mark.parametrize("mesh, added", [("{d: 2, t: 1}", True), ("{d: 2, t: 2}", False)])

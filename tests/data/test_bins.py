@@ -66,6 +66,7 @@ FORMS = {
     "of 32 bits": (lambda x: plain(x, "<u4"), WIDE),
     "shards with headers": (lambda x: write_shards(x / "x", np.split(TOKENS, [5, 6, 400])), {}),
     "a pattern": (lambda x: write_shards(x / "x", np.split(TOKENS, [500])) + "/train_*.bin", {}),
+    "a recursive one": (lambda x: write_shards(x / "x", [TOKENS]) and f"{x}/**/*.bin", {}),
     "of Llama 3 in llm.c": (lambda x: write_shards(x / "x", [TOKENS], 20240801, 7, "<u4"), {}),
 }
 
@@ -162,6 +163,10 @@ REFUSED = {
             "end_token": END - 1,
             "mixture": tuple(WeightedDataset(f"{x}.bin", 1) for x in ("u2", "b")),
         },
+    ),
+    "a file by two patterns of a mixture": (
+        lambda folder: plain(folder) and None,
+        {"mixture": tuple(WeightedDataset(f"{x}.bin", 1) for x in ("u2", "u*"))},
     ),
     "a folder with files for validation": (beside("val_0.bin"), {}),
     "a folder with files for a test": (beside("test_0.bin"), {}),

@@ -257,3 +257,13 @@ def test_an_interrupted_write_is_no_dataset(tmp_path):
     assert FlatTokens(str(tmp_path / "x.zarr"), "train").read(0, 2)[0].tolist() == [7, 8]
     with pytest.raises(FlatTokensError), Writer(str(tmp_path / "y.zarr"), "train"):
         pass
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def test_other_arrays_are_not_replaced(tmp_path, kind):
+    root = zarr.open_group(tmp_path / "x.zarr", zarr_format=kind)
+    root.create_array("train/pixels", data=np.ones(9))
+    for split in ("train", "validation")[: 4 - kind]:
+        with pytest.raises(FileExistsError, match="choose another output"):
+            Writer(str(tmp_path / "x.zarr"), split)
+    assert zarr.open_array(tmp_path / "x.zarr/train/pixels")[:].all()

@@ -302,7 +302,7 @@ def test_a_flipped_bit_of_any_byte_is_harmless_or_found(count, two_tiny_ones):
         except DamageError as damage:
             problem = str(damage)
             assert problem.startswith(f"{path} is damaged: "), (file, place, problem)
-        line, _ = checkpoint_info.describe(Checkpoint(str(path)))
+        line, *_ = checkpoint_info.describe(Checkpoint(str(path)))
         assert line.endswith("; intact") == (not problem), (file, place, line)
         outcomes.append((file.name, not problem))
         file.write_bytes(content)

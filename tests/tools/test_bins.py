@@ -1,6 +1,7 @@
 """Conversion of a split to `.bin` files and back."""
 
 import os
+import pathlib
 import struct
 
 import numpy as np
@@ -106,6 +107,12 @@ MISTAKES = {
     "an index without its last documents": (
         index(lambda x: x[:26] + b"\x02" + x[27 : 34 + 12 * len(DOCUMENTS) + 16]),
         ["x.bin", "x.zarr/train"],
+    ),
+    "files for validation, too": (
+        lambda _: [
+            write_megatron(pathlib.Path(f"x_{x}.bin"), DOCUMENTS) for x in ("train", "valid")
+        ],
+        ["x_*.bin", "x.zarr/train"],
     ),
     "an index of floats": (index(lambda x: x[:17] + b"\x07" + x[18:]), ["x.bin", "x.zarr/train"]),
     "a file that doesn't fit its index": (

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import gzip
+import http.server
 import io
 import json
 import lzma
@@ -13,6 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
 import zipfile
 
@@ -606,8 +609,8 @@ def test_names_and_patterns_that_datasets_would_take_for_others(folder, converte
         f"load_dataset.data_files='{folder}/v1/a[b].jsonl'",
     ):
         assert re.search("/v.*] would be read as a pattern|a.b..jsonl would", converted(given)[1])
-    remote = f"load_dataset.data_files=[file://{folder}/v1/a.jsonl, file://{folder}/typo*.jsonl]"
-    problem = f"load_dataset.data_files=file://{folder}/typo*.jsonl matches no file"
+    remote = f"load_dataset.data_files=[{folder}/v1/a.jsonl, memory://x/typo*.jsonl]"
+    problem = "load_dataset.data_files=memory://x/typo*.jsonl matches no file"
     assert problem in converted(remote, "column=body")[1]
 
 
@@ -643,6 +646,7 @@ def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
     """The second tokenizer knows two letters, so bits per byte would mean nothing."""
     write_texts(folder / "a.jsonl", ["abba", "äba\tä"])
     (folder / "b.jsonl").symlink_to("a.jsonl")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
     (folder / "__old__").mkdir()
     write_texts(folder / "__old__/c.jsonl", ["a"])
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
@@ -652,7 +656,7 @@ def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
         output = f"{folder.parent}/{lost}.zarr"
         wanted = files, "column=body", f"tokenizer={tokenizer}", f"output={output}"
         out, _ = run_here("--config-name=json_files", *wanted)
-        assert f"note: {folder}/a.jsonl is read 3 times\n" in out
+        assert f"note: {folder}/a.jsonl is read 4 times\n" in out
         assert f"{folder}/** leaves out folders like __x__: ['__old__/c.jsonl']\n" in out
         note = f"note: the tokenizer {name} loses or changes 22.2% of the characters, such as 'ä'\n"
         known = zarr.open_group(f"{output}/train").attrs
@@ -712,6 +716,58 @@ def test_arrow_files_of_which_the_first_has_only_nulls(folder, converted):
     assert "read 2 files: 2 documents with text, 9 without" in out and texts == [HI, HI]
 
 
+def test_a_changed_byte_of_a_parquet_file_with_checksums(folder, converted):
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    pyarrow.parquet.write_table(pyarrow.table({"text": [HI, HI]}), folder / "0.parquet", **options)
+    content = (folder / "0.parquet").read_bytes()
+    (folder / "0.parquet").write_bytes(content.replace(HI.encode(), HI.upper().encode()))
+    assert "0.parquet, row 1 can't be read: " in converted(config="parquet_files")[1]
+
+
+def test_two_arrow_streams_in_a_file(folder, converted):
+    _, content = packed(folder, "arrow", [HI])
+    (folder / "x.arrow").write_bytes(2 * content)
+    files = f"load_dataset={{path: arrow, data_files: {folder}/*}}"
+    assert "row 2 can't be read: it has more than one stream" in converted(files)[1]
+
+
+def test_a_webdataset_that_is_cut_off(folder, converted):
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for i in range(3):
+            (folder / f"{i}.txt").write_text(HI)
+            tar.add(folder / f"{i}.txt", f"{i}.txt")
+    files = f"load_dataset={{path: webdataset, data_files: {folder}/*.tar}}", "column=txt"
+    assert converted(*files)[1] == [HI] * 3
+    (folder / "x.tar").write_bytes((folder / "x.tar").read_bytes()[:2000])
+    assert f"{folder}/x.tar lacks its end: was it cut off?" in converted(*files)[1]
+
+
+def test_special_tokens_that_the_vocabulary_has_too_are_noted(folder):
+    write_texts(folder / "a.jsonl", TEXTS)
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), *((chr(i), -2.0) for i in range(32, 127))]
+    inner = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    inner.add_special_tokens(["<unk>", "</s>"])
+    inner.save(name := str(folder.parent / "unigram.json"))
+    load = {"path": "json", "data_files": f"{folder}/*"}
+    source = text.Source(load, "train", dataclasses.replace(defaults(), tokenizer=name))
+    source.check()
+    assert f"the tokenizer {name} takes <unk>, </s> in a text for special tokens" in source.notes
+
+
+def test_a_file_of_a_web_server_is_known_by_its_size_and_its_url_kept_secret(folder, converted):
+    write_texts(folder / "a.jsonl", TEXTS)
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl?signature=1234"
+        load = {"path": "json", "data_files": url}
+        before = text.Source(load, "train", defaults()).check()
+        assert before["bytes"] == (folder / "a.jsonl").stat().st_size
+        assert converted(f"load_dataset.data_files='{url}'", "column=body")[1] == sorted(TEXTS)
+        server.shutdown()
+    assert "1234" not in (folder.parent / "x.zarr/zarr.json").read_text()
+
+
 def test_a_parquet_column_that_is_not_text(folder, converted):
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), folder / "0.parquet")
     _, message = converted(config="parquet_files")
@@ -743,12 +799,14 @@ def test_a_text_file_has_a_document_per_line_if_asked_for(folder, converted):
     (folder / "0.txt").write_text("\ufeffone\r\ntwo")
     files = f"load_dataset.data_files={folder}/*", "load_dataset.sample_by=line"
     assert converted(*files, config="text_files")[1] == ["one", "two"]
+    typed = converted(files[0], "load_dataset.sample_by=lines", config="text_files")[1]
+    assert "load_dataset.sample_by=lines: choose document, line or paragraph" in typed
 
 
 def test_files_in_a_zip_archive(folder, converted):
     files = f"load_dataset.data_files={folder}/x.zip"
     with zipfile.ZipFile(folder / "x.zip", "w") as archive:
-        read = "__init__.py", "a/z.py", "a/x/c.py", "a-b/d.py"
+        read = "__init__.py", "a//[1] x::y.py", "a/z.py", "a/x/c.py", "a-b/d.py", "http://b/e.py"
         for name in *reversed(read), ".hidden", "__MACOSX/a.py":
             archive.writestr(name, name)
     assert converted(files, config="text_files")[1] == sorted(read)
@@ -760,7 +818,7 @@ def test_files_in_a_zip_archive(folder, converted):
     with zipfile.ZipFile(folder / "x.zip", "a") as archive:
         archive.writestr("b/c.tar.gz", "")
     _, message = converted(files, config="text_files")
-    assert f"zip://b/c.tar.gz in {folder}/x.zip is an archive, too: unpack them" in message
+    assert f"b/c.tar.gz in {folder}/x.zip is an archive, too: unpack them" in message
 
 
 @pytest.mark.parametrize(
@@ -773,6 +831,7 @@ def test_files_in_a_zip_archive(folder, converted):
 def test_a_folder_with_files_in_no_split(folder, converted, names, problem):
     for name in names.split():
         write_texts(folder / name, [name])
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nRead them with data_files:")
     _, message = converted(f"load_dataset={{path: {folder}, data_files: null}}", "column=body")
     assert problem in message
 

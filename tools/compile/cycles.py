@@ -29,7 +29,7 @@ CLOCKS = {
     "TPU v6 lite": (1.75e9, 1),
 }
 EXPOSED = "exposed communication"
-HIDES = 1000  # cycles, about a microsecond: beside so many a transfer counts as overlapped
+HIDES = 1000  # cycles of compute beside which a transfer counts as overlapped
 CAVEAT = """\
 Nothing has run. "At most" adds up the compiler's estimates, which are 2.5 to 4 times too high for
 elementwise work in bf16; "at least" is what FLOPs and bytes need at the chip's peak rates. Neither
@@ -101,8 +101,8 @@ def group_size(rest: str) -> int:
 
 
 def share_overlapped(sent: list[Sent]) -> str:
-    """Says how much a program sends in a step, and what share of it overlaps with more than a
-    microsecond of compute."""
+    """Says how much a program sends in a step, and what share of it overlaps with more than
+    HIDES cycles of compute."""
     sentences = []
     for between_slices in False, True:
         rows = [row for row in sent if (not row.devices) == between_slices]

@@ -80,6 +80,9 @@ def evaluate(
         likelihoods = np.asarray(scores(model.weights, batch, config.model)[0], np.float64)
         nats -= likelihoods[batch.loss_mask].sum()
     bits = "bits per byte: name a --tokenizer to compute them"
+    used = flat_tokens.tokenizer_of(data.path)
+    if used and used.vocabulary and not data.bytes_per_token:
+        codec, bits = None, "no bits per byte, as its tokenizer loses a part of a text"
     # In parts larger than rows: characters that are cut at the ends of parts are miscounted.
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
     if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
@@ -95,8 +98,8 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
     can't be read, or if the model lacks one of their ids."""
     texts, shown = [args.prompt or ""], 0
     if args.prompts:
-        lines = pathlib.Path(args.prompts).read_text("utf-8-sig", "surrogateescape")
-        texts = lines.removesuffix("\n").split("\n")
+        whole = pathlib.Path(args.prompts).read_bytes().decode("utf-8-sig", "surrogateescape")
+        texts = [x.removesuffix("\r") for x in whole.removesuffix("\n").split("\n")]
     texts = [text for text in texts for _ in range(args.samples)]
     prompts = [codec.prompt(text, model.config) for text in texts]
     counts = collections.defaultdict[str, Iterator[int]](itertools.count)
@@ -127,9 +130,10 @@ def run(args: argparse.Namespace) -> None:
     checkpoint, named = model.checkpoints.newest, args.tokenizer
     with model.computing():
         if args.evaluate:
-            if not named and (used := flat_tokens.tokenizer_of(args.evaluate)):
-                check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
-                named = tokenizer(used.name).check_unchanged(used).name
+            if used := flat_tokens.tokenizer_of(args.evaluate):
+                if not named:
+                    check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
+                named = tokenizer(named or used.name).check_unchanged(used).name
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             length = args.length or model.config.training.tokens.len
