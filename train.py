@@ -69,7 +69,7 @@ from kernels.attention import attention, described
 from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
-from runtime.run import Run, complete, due, make_mesh, reserved, say, trained_with
+from runtime.run import Run, as_begun, complete, due, make_mesh, reserved, say, trained_with
 from runtime.schedule import Hyper, hyper_at, note_of_peak
 from shardlib import ops
 from shardlib.activations import (
@@ -652,6 +652,8 @@ def train(
     config.check_tokenizer(source.newest)
     if first:
         check_same_rows(config, source.newest, data)
+    if checkpoints.newest.step:
+        checkpoints.config = as_begun(config, checkpoints.newest)
     tokens, flops = training.tokens.batch * training.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
@@ -672,8 +674,8 @@ def train(
             return explanation(gradients, config, state.weights, batch, data.origin_of(step))
 
         def add_validation(when: str = "") -> None:
-            run.pause()
             for name, each in held_out.items():
+                run.pause()
                 loss = validate(config, state.weights, each, run.interrupted)
                 run.add_validation(loss, each.bytes_per_token, name, when)
 

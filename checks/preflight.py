@@ -7,6 +7,7 @@ change its numbers. Remembers what has passed.
 import contextlib
 import copy
 import dataclasses
+import faulthandler
 import functools
 import gc
 import hashlib
@@ -351,7 +352,10 @@ class TinyRuns:
                     made[receiver] = receiver.recv()
                 except EOFError:
                     self.running[receiver].join()
-                    code = self.running[receiver].exitcode
+                    code = self.running[receiver].exitcode or 0
+                    if code < 0:
+                        problem = f"{signal.Signals(-code).name} ended a process of the check"
+                        raise UserError(f"{problem}, for lack of memory? Start again") from None
                     made[receiver] = f"its process ended with exit code {code}"
                 if isinstance(made[receiver], str):
                     problem = "the step doesn't run at tiny sizes, at which two meshes are compared"
@@ -400,6 +404,7 @@ class TinyRuns:
         if function == "init_state":
             return "the values of a fresh state may depend on nothing but the config"
         whole = config.changed(dict.fromkeys(PARTS, 1))
+        faulthandler.cancel_dump_traceback_later()  # it takes longer than a step
         self.close()
         self.start([self.configs[0], whole], function, whole.mesh.c)
         deadline = time.monotonic() + 300  # callbacks of many devices can block

@@ -405,6 +405,7 @@ class Checkpoints:
         self.wait()
         if jax.process_index() == 0:
             self._tidy()
+        of_all_hosts("")  # JAX would end a host that has long waited for another to exit
         if self.problem:
             raise CheckpointError(f"the last checkpoint is missing: {self.problem}")
 

@@ -24,12 +24,22 @@ QUICK_COMPILES = (
     + (" --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else "")
 )
 
-# Set here, as JAX would take them from the environment, which would change numbers or stops.
-jax.config.update("jax_default_prng_impl", "threefry2x32")
-jax.config.update("jax_enable_preemption_service", True)
-jax.config.update("jax_enable_x64", False)
-jax.config.update("jax_random_seed_offset", 0)
-jax.config.update("jax_threefry_partitionable", True)
+# JAX would take these from the environment, which would change numbers or stops, or refuse steps.
+SETTINGS = {
+    "check_tracer_leaks": False,
+    "default_prng_impl": "threefry2x32",
+    "disable_jit": False,
+    "enable_preemption_service": True,
+    "enable_x64": False,
+    "no_tracing": False,
+    "numpy_dtype_promotion": "standard",
+    "numpy_rank_promotion": "allow",
+    "random_seed_offset": 0,
+    "threefry_partitionable": True,
+    "transfer_guard": "allow",
+}
+for name, value in SETTINGS.items():
+    jax.config.update(f"jax_{name}", value)
 
 
 def simulate_cpu_devices(count: int) -> None:

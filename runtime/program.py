@@ -1,5 +1,6 @@
 """Turns config files and overrides into a typed config, and mistakes in them into one message."""
 
+import contextlib
 import functools
 import hashlib
 import operator
@@ -22,12 +23,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runtime.config import ROOT, keys, load, unknown
+from runtime.config import ROOT, flat, keys, load, unknown
 from runtime.errors import user_errors
 from runtime.supervise import STOPS, handled
 from shardlib.errors import UserError
 
 C = TypeVar("C")
+PRINTS = "-(c|h|i|sc|-cfg|-help|-hydra-help|-info|-shell|-version)"  # Hydra's flags that run no job
 OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
 
 
@@ -65,7 +67,11 @@ def program(
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
         merged = OmegaConf.merge(preset or {}, composed, fixed or {})
-        return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
+        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        for key, value in flat(values).items():
+            if "${" in str(value):  # a checkpoint's config would be refused
+                raise UserError(f"{key}={value}: a value can't have ${{ in it")
+        return load(schema, values)
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
@@ -96,9 +102,12 @@ def program(
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
                     message = _message(error, schema, folder)
                     raise UserError(re.sub(r"\+\+(?=[\w.]+=)", "", message)) from error
-                if not jobs:  # with --help
+                if not jobs:
+                    if not any(re.match(PRINTS, argument) for argument in sys.argv[1:]):
+                        raise UserError("jobs run one after the other: leave out hydra/launcher")
                     return
                 first, hydra_config = jobs[0]
+                os.environ.update(hydra_config.job.env_set)
                 if hydra_config.mode == RunMode.MULTIRUN:
                     _sweep(jobs, names)
                 elif code := function(first):
@@ -116,6 +125,9 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
+    # Hydra's own; a config may ask for a sweep.
+    of_hydra = [a for a in jobs[0][1].overrides.hydra if not a.startswith("hydra.mode=")]
+    of_hydra.append("hydra.mode=RUN")
     process: subprocess.Popen[bytes] | None = None
     signals: list[int] = []
 
@@ -138,10 +150,15 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
                 name = f"{operator.attrgetter(names)(config)}/{folder}"
                 arguments.append(f"{names}={_quoted(name)}")
             print(f"job {number}: {' '.join(arguments)}", flush=True)
-            process = subprocess.Popen([*program, *arguments])
+            process = subprocess.Popen([*program, *of_hydra, *arguments])
             if signals:  # it came before the process was there
                 process.terminate()
-            code = process.wait()
+            code = None
+            while code is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(2)
+                if code is None and signals == [signal.SIGINT]:  # it wasn't a Ctrl-C
+                    stop(signal.SIGTERM, None)
             if code - 128 in STOPS:
                 signals.append(code - 128)
             if signals:
@@ -168,7 +185,7 @@ def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> 
         texts = (x if x.lower() in null else _quoted(x) for x in value.split(","))
         value = ",".join(texts)
     is_value = "." in key or (key in kinds and not (ROOT / folder / key).is_dir())
-    forced = equals and is_value and re.match(r"\w", key)
+    forced = equals and is_value and re.match(r"(?!hydra\.)\w", key)
     return ("++" if forced else "") + key + equals + value
 
 

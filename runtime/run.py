@@ -20,6 +20,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -166,7 +167,13 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                     socket.create_server(("", port)).close()
                 settings |= {"coordinator_address": config.coordinator}
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
+            at = config.coordinator and f" at {config.coordinator}"
+            waits = f"waiting for {config.num_hosts} hosts{at}"
+            waiting = threading.Timer(30, tell, (waits, sys.stderr))
+            waiting.daemon = True
+            waiting.start()
             jax.distributed.initialize(**settings)
+            waiting.cancel()
         except (ValueError, OSError) as error:
             where = config.coordinator and f" coordinator={config.coordinator}"
             unless = "unless Slurm, Open MPI or a TPU pod starts the hosts"
@@ -252,6 +259,19 @@ def trained_with(config: RunConfig, checkpoint: Checkpoint) -> str:
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
     trained = [x for x in now if x.startswith(("model.", "training.", "dtype"))]
     return ", ".join(f"{x}={before[x]}" for x in trained if before.get(x, now[x]) != now[x])
+
+
+def as_begun(config: Any, checkpoint: Checkpoint) -> str:
+    """Returns a resumed run's config for its checkpoints, as YAML. Tools read there where the
+    weights come from, so it keeps the `paths.clone_from` of the run's start, and an
+    `other_tokenizer`."""
+    before, clone = flat(checkpoint.settings), config.paths.clone_from
+    begun = before.get("paths.clone_from") or ""
+    if clone not in ("", begun):
+        say(f"note: paths.clone_from={clone} has no effect, as the run has checkpoints")
+    other = bool(before.get("other_tokenizer")) or config.other_tokenizer
+    kept = {"paths.clone_from": begun, "other_tokenizer": other}
+    return str(config.changed(kept).to_yaml())
 
 
 def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
@@ -352,7 +372,8 @@ class Run(contextlib.ExitStack):
             raise UserError(f"{clone} is at step {self.first}; set training.steps above that")
         self.folder = self.config.paths.folder
         self.first_host = jax.process_index() == 0
-        self.lock = self._lock()
+        lock = self.folder / "lock"
+        self.lock = lock.stat().st_ino if self.first_host and lock.exists() else 0
         # On the first host: each sink's function, and the rows that it hasn't taken yet.
         self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
         problem, to = "", self.config.metrics.to
@@ -400,6 +421,8 @@ class Run(contextlib.ExitStack):
             self.flush()
             folder = self.folder / f"profile/host_{jax.process_index()}"
             self.profile.enter_context(hlo.profile(folder, self.program, say))
+        if step == self.first:
+            of_all_hosts("")  # its batch may have taken one host much longer
         self._watch()
         if not self.row:  # otherwise the previous step is still running, and this one follows it
             self.since = time.perf_counter() - waited
@@ -440,12 +463,16 @@ class Run(contextlib.ExitStack):
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
-    def _lock(self) -> int:
-        """Returns the lock's inode, 0 if it is missing. It changes if the folder was removed or
-        moved away, and a new run has begun under its name."""
-        with contextlib.suppress(OSError):
-            return (self.folder / "lock").stat().st_ino
-        return 0
+    def _replaced(self) -> str:
+        """Says that the folder was removed, or that a new run has begun under its name, which has
+        another lock; else returns ""."""
+        try:
+            gone = self.first_host and (self.folder / "lock").stat().st_ino != self.lock
+        except FileNotFoundError:
+            gone = not self.folder.exists()
+        except OSError:
+            gone = False  # it can't be reached now
+        return f"{self.folder} was removed or replaced" if gone else ""
 
     def flush(self) -> None:
         """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
@@ -456,8 +483,7 @@ class Run(contextlib.ExitStack):
     def _require_savable(self, state: Any) -> None:
         """Raises UserError if an array of the state isn't finite, or if the run's folder, where it
         is to be saved, is no longer there."""
-        gone = f"{self.folder} was removed or replaced" if self._lock() != self.lock else ""
-        if gone := of_all_hosts(gone)[0]:
+        if gone := of_all_hosts(self._replaced())[0]:
             raise UserError(f"{gone} while this run was writing to it; stopped without saving")
         if bad := [name for name, finite in named(all_finite(state)).items() if not finite]:
             problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
@@ -518,8 +544,8 @@ class Run(contextlib.ExitStack):
             rows.extend(row)
             try:
                 while rows:
-                    if self._lock() != self.lock:
-                        raise OSError(f"{self.folder} was removed or replaced")
+                    if gone := self._replaced():
+                        raise OSError(gone)
                     log(rows[0])
                     rows.pop(0)
             except Exception as error:  # sinks raise errors of many types
@@ -537,6 +563,7 @@ class Run(contextlib.ExitStack):
         if self.config.profile and (last or step == self.first + 4):
             self.flush()
             self.profile.close()
+            of_all_hosts("")  # one may take much longer, which mustn't count as a hung step
         self.due |= due(self.config.checkpoint_interval, step, self.steps)
         if not (last or self.due):
             return False

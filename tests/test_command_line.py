@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 from typing import ClassVar
 
 import jax
@@ -98,6 +99,7 @@ class Job:
     """Takes the place of a sweep's processes: notes their arguments."""
 
     during: ClassVar[dict[str, int]] = {}  # signals to this process, when a job starts or runs
+    late = False  # whether they end only when they are terminated
 
     def __init__(self, command):
         self.arguments, self.terminated = command, False
@@ -108,8 +110,10 @@ class Job:
         if when in self.during:
             os.kill(os.getpid(), self.during[when])
 
-    def wait(self):
+    def wait(self, timeout):
         self.signal("runs")
+        if self.late and not self.terminated:
+            raise subprocess.TimeoutExpired("", timeout)
         return 0
 
     def terminate(self):
@@ -149,11 +153,23 @@ def test_a_run_of_a_sweep_has_the_folder_of_its_values(jobs):
 def test_a_sweep_is_of_the_config_that_was_asked_for(jobs, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [local_test_synthetic]\n")
     ours = ["--config-dir", str(tmp_path), "--config-name", "mine"]
-    made, message = jobs(*ours, "-m", "paths.model_name=x", "training.seed=1,2")
+    made, message = jobs(
+        *ours, "-m", f"hydra.searchpath=[{tmp_path}]", "paths.model_name=x", "training.seed=1,2"
+    )
     assert not message and len(made) == 2
     for job in made:
         at = job.arguments.index("--config-dir")
         assert job.arguments[at : at + 4] == ours and "-m" not in job.arguments[at:]
+        assert job.arguments[at - 2 : at] == [search, "hydra.mode=RUN"]
+    (tmp_path / "local_test_synthetic.yaml").write_text("")
+    (tmp_path / "more").mkdir()
+    search = f"hydra.searchpath=[{tmp_path}/more]"
+    made, message = jobs(*ours, "-m", search, "paths.model_name=x", "training.seed=1,2")
+    assert not message and len(made) == 2
+    for job in made:
+        at = job.arguments.index("--config-dir")
+        assert job.arguments[at : at + 4] == ours and "-m" not in job.arguments[at:]
+        assert job.arguments[at - 2 : at] == [search, "hydra.mode=RUN"]
     (tmp_path / "local_test_synthetic.yaml").write_text("")
     made, message = jobs(*ours[:2], *SWEEP)
     assert not made and f"is in {ROOT}/configs and in {tmp_path}: rename one of them" in message
@@ -166,6 +182,13 @@ def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
     (job,), message = jobs(*SWEEP, "training.seed=1,2")
     assert message == str(128 + number)
     assert job.terminated == (when == "starts" or number != signal.SIGINT)
+
+
+def test_an_interrupt_that_reached_the_sweep_alone_reaches_its_run(jobs, monkeypatch):
+    monkeypatch.setattr(Job, "during", {"starts": signal.SIGINT})
+    monkeypatch.setattr(Job, "late", True)
+    (job,), message = jobs(*SWEEP, "training.seed=1,2")
+    assert job.terminated and message == str(128 + signal.SIGINT)
 
 
 NUMBERS = ["null", "1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]

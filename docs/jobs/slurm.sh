@@ -9,6 +9,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
+#SBATCH --open-mode=append
 
 . .venv-gpu/bin/activate # has requirements-gpu.txt
 # JAX takes three quarters of a GPU's memory by default; the rest is for NCCL and CUDA.

@@ -14,7 +14,7 @@ import train
 from data.sources import check_same_rows, kept_by_import, open_batches, say_problem_of_start
 from runtime import checkpoint
 from runtime.config import plain
-from runtime.run import Run
+from runtime.run import Run, as_begun
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
@@ -55,6 +55,16 @@ def imported(tmp_path, train_here, monkeypatch):
     small = "mesh={d: 1, t: 1}", "training.tokens={batch: 8, len: 12}", "paths.model_name=run"
     small += f"--config-dir={tmp_path}", "--config-name=mine"
     return lambda *more: train_here(*small, *more)[1].removeprefix("error: ")
+
+
+def test_a_resumed_run_keeps_where_its_weights_come_from(capsys):
+    first = small_config("paths.clone_from=a", "other_tokenizer=true")
+    begun = types.SimpleNamespace(settings=plain(first.to_yaml()))
+    for later in [], ["paths.clone_from=b"]:
+        kept = plain(as_begun(small_config(*later), begun))
+        assert kept["paths"]["clone_from"] == "a" and kept["other_tokenizer"]
+    note = "note: paths.clone_from=b has no effect, as the run has checkpoints\n"
+    assert capsys.readouterr().out == note
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, train_here, monkeypatch):

@@ -59,6 +59,8 @@ KEY = "import runtime.devices, jax; print(repr(jax.random.uniform(jax.random.key
 def test_a_key_is_the_same_whatever_the_environment():
     settings = {"JAX_ENABLE_X64": "1", "JAX_RANDOM_SEED_OFFSET": "7"}
     settings |= {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0"}
+    settings |= {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_TRANSFER_GUARD": "disallow"}
+    settings |= {"JAX_NO_TRACING": "1", "JAX_DISABLE_JIT": "1"}
     done = python("-c", KEY, **settings)
     assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r}\n", done.stderr
 
