@@ -58,7 +58,7 @@ def imported(tmp_path, train_here, monkeypatch):
 
 
 def test_a_resumed_run_keeps_where_its_weights_come_from(capsys):
-    first = small_config("paths.clone_from=a", "other_tokenizer=true")
+    first = small_config("paths.clone_from=a", "++other_tokenizer=true")
     begun = types.SimpleNamespace(settings=plain(first.to_yaml()))
     for later in [], ["paths.clone_from=b"]:
         kept = plain(as_begun(small_config(*later), begun))

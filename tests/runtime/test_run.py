@@ -119,9 +119,9 @@ def test_a_run_whose_folder_was_replaced_writes_nothing_into_it(tmp_path):
 
 def test_a_run_whose_lock_was_removed_goes_on(tmp_path):
     with locked(tmp_path / "r"), begun(tmp_path) as run:
-        take(run, 0, metrics())
         (tmp_path / "r/lock").unlink()
-        assert run.saves_after(0, {"x": np.zeros(1)}) and rows(tmp_path / "r")
+        take(run, STEPS - 1, metrics())
+        assert run.saves_after(STEPS - 1, {"x": np.zeros(1)}) and rows(tmp_path / "r")
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
