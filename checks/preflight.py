@@ -68,9 +68,12 @@ TINY = {
 # The parts into which tiny runs split axes, even if the config's mesh doesn't.
 ALWAYS = {"s": 2, "t": 3}
 
-# Environment variables that differ between hosts: each process of the check gets other values. The
-# first changes the order of string sets.
-OF_A_HOST = "PYTHONHASHSEED", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"
+# Environment variables that differ between hosts, or with their number: each process of the check
+# gets other values. The first changes the order of string sets.
+OF_A_HOST = ["PYTHONHASHSEED", "HOSTNAME"]
+OF_A_HOST += [f"SLURM_{x}" for x in ("PROCID", "LOCALID", "NODEID", "NNODES", "NTASKS")]
+OF_A_HOST += ["RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]
+OF_A_HOST += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]
 
 # Settings that a step may read.
 OF_A_STEP = {*inspect.get_annotations(Config), "metrics"}
@@ -140,14 +143,19 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:
         return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
 
-    axes = config.mesh.axes
+    axes, own = config.mesh.axes, None
+    # First on the config's own mesh: whatever the source remembers, as by functools.cache, is then
+    # of the mesh that it will train on. `layout.probe` describes an error better.
+    with contextlib.suppress(Exception):
+        own = trace(abstract_mesh(axes), {})
     unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
     probed = layout.probe(trace, axes, dimensions(config), alone, unused)
     for function in trials.beside_the_step(program).values():
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
             other = functools.partial(trace, function=function)
             layout.probe(other, axes, dimensions(config), alone, unused)
-    own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
+    own = own or trace(abstract_mesh(axes), {})
+    one = trace(abstract_mesh(dict.fromkeys(axes, 1)), {})
     if parting := layout.parting(own, one, entries=True):
         at, here, there = parting
         raise ShardTypeError(
@@ -262,7 +270,7 @@ def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
     state = program.init_state(config)
     stirred = numbers.stirred(state)
     found: list[trials.Trial] = [("init_state", lambda: state, ())]
-    found += trials.of_training(program, config, stirred, order)
+    found += trials.of_training(program, config, jax.device_get(state), stirred, order)
     if order == 1:  # generation doesn't split rows
         found += trials.of_generation(program, config, stirred.weights)
     return found
@@ -293,7 +301,7 @@ def run_tiny(
     have_cpu_devices(math.prod(config.mesh.axes.values()))
     mesh = make_mesh(config.mesh.axes)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
+    with jax.set_mesh(mesh), computing_in(config.dtype), layout.on_any_machine():
         try:
             found = tried(importlib.import_module(program), config, order)
             sender.send(dict(results(found, recorded)))
@@ -331,7 +339,7 @@ class TinyRuns:
                 receiver, sender = spawn.Pipe(duplex=False)
                 work = sender, cache_folder(), self.program, config, recorded, order
                 process = spawn.Process(target=run_tiny, args=work, daemon=True)
-                with mock.patch.dict(os.environ, dict.fromkeys(OF_A_HOST, str(seed))):
+                with mock.patch.dict(os.environ, dict.fromkeys(OF_A_HOST, str(seed + 1))):
                     process.start()
                 sender.close()
                 self.running[receiver] = process

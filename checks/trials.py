@@ -97,8 +97,9 @@ def fits(hint: Any, value: Any) -> bool:
     return jax.tree.structure(kinds) == jax.tree.structure(value)  # type: ignore[operator,no-any-return]
 
 
-def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
-    """Yields trials of the functions that a run calls. `order` is `random_batch`'s."""
+def of_training(program: Any, config: Any, fresh: Any, state: Any, order: int) -> Iterator[Trial]:
+    """Yields trials of the functions that a run calls, given a fresh and a stirred state. `order`
+    is `random_batch`'s."""
     # Larger moments would drown the gradients. Without a full rank, Muon would magnify rounding.
     random = np.random.default_rng(0)
     mu = jax.tree.map(lambda x: 1e-3 * random.standard_normal(x.shape, np.float32), state.mu)
@@ -108,8 +109,13 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
     uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
 
     def at(step: int, batch: Any) -> tuple[Any, ...]:
-        there = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
-        return there, batch, program.hyper_at(step, config.training)
+        # At step 0, whatever else an edited state has is as a run finds it.
+        there = state if step else dataclasses.replace(fresh, weights=state.weights)
+        there = dataclasses.replace(there, step=np.uint32(step), mu=mu, nu=nu)
+        hyper = program.hyper_at(step, config.training)
+        if step == 1000:  # the others clip, which hides a factor of all gradients
+            hyper = dataclasses.replace(hyper, grad_clip=np.float32(np.inf))
+        return there, batch, hyper
 
     for name, function in beside_the_step(program).items():
         with contextlib.suppress(NothingFits):  # preflight.untried names it

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from shardlib.errors import ShardTypeError
 
@@ -111,7 +112,9 @@ def sum_over_chunks(
     def total(values: Any) -> Any:
         return jax.tree.map(lambda x: x.sum(0), values)
 
-    def forward(shared: Any, x_chunks: jax.Array) -> tuple[Any, Any]:
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        shared, x_chunks = jax.tree.map(lambda x: x.value, inputs)
+
         def add(grads_so_far: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
             values_and_grads = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)
             values, (shared_grads, x_grad) = values_and_grads(shared, *chunk)
@@ -122,9 +125,14 @@ def sum_over_chunks(
         return total(values), (shared_grads, x_grads)
 
     def backward(grads: Any, cotangents: Any) -> Any:
-        cotangent, _ = cotangents
+        cotangent, others = cotangents
+        if not all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(others)):
+            raise ShardTypeError(
+                "sum_over_chunks: only its first result has a gradient: add a term of the loss to "
+                "the scalar that the function returns"
+            )
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, (shared, x))
         return jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes)
 
-    summed.defvjp(forward, backward)
+    summed.defvjp(forward, backward, symbolic_zeros=True)
     return summed(shared, split(x))

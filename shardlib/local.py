@@ -31,6 +31,7 @@ def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
+    axes = several(axes)
     return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
 
 

@@ -341,7 +341,7 @@ def by_numbers(train: types.ModuleType, configs: Any) -> Verdict:
     def computed(config: Any) -> Iterator[tuple[str, Any]]:
         mesh, results = meshes[config], None
         while True:
-            with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
+            with jax.set_mesh(mesh), computing_in(config.dtype), layout.on_any_machine():
                 results = results or preflight.results(tried(train, config))
                 if not (made := next(results, None)):
                     return

@@ -146,7 +146,7 @@ def test_some_devices_have_no_target():
     config = preflight.tiny(train, small_config())[-1]
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
         state = numbers.stirred(train.init_state(config))
-        found = [*trials.of_training(train, config, state, 1)]
+        found = [*trials.of_training(train, config, state, state, 1)]
     steps = [arrays[1] for name, _, arrays, _ in found if "step" in name]
     targets = [batch.loss_mask.reshape(config.mesh.d, -1).any(1) for batch in steps]
     assert [[*each] for each in targets] == [[True, True]] * 4 + [[True, False]]
@@ -241,7 +241,7 @@ def test_a_function_that_only_the_loop_calls_is_tried():
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
         tiny = preflight.tiny(module, config)[0]
         state = numbers.stirred(module.init_state(tiny))
-        found = trials.of_training(module, tiny, state, 1)
+        found = trials.of_training(module, tiny, state, state, 1)
         ((_, _, (average, weights)),) = [each for each in found if each[0] == "averaged"]
     assert average is not weights
     module, config = loop_calls("average: Stored, weights: Stored", "w / w.sum()")
