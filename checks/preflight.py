@@ -134,43 +134,45 @@ def trace_step(
 
 
 def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
-    """Returns the step's jaxprs at probe sizes, on the config's mesh, and on one device. At probe
-    sizes, where no two dimensions have the same length by chance, checks the types of the step and
-    of the program's other functions. On the mesh and on one device the step must have the same
-    operations. Takes a few seconds. Axes in `alone` have one device. Raises ShardTypeError, or
-    whatever an edited step raises while it is traced."""
+    """Returns the step's jaxprs at probe sizes, on the config's mesh and on one device, and the
+    last two of the program's other functions, with the function. At probe sizes, where no two
+    dimensions have the same length by chance, checks the types of all these. On the mesh and on one
+    device each must have the same operations. Takes a few seconds. Axes in `alone` have one device.
+    Raises ShardTypeError, or whatever an edited step raises while it is traced."""
+    axes = config.mesh.axes
+    mesh, one_device = abstract_mesh(axes), abstract_mesh(dict.fromkeys(axes, 1))
+    unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
+    functions = [("the step", None), *trials.beside_the_step(program).items()]
 
-    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:
+    def trace(function: Any, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
         return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
 
-    axes, own = config.mesh.axes, None
     # First on the config's own mesh: whatever the source remembers, as by functools.cache, is then
     # of the mesh that it will train on. `layout.probe` describes an error better.
-    with contextlib.suppress(Exception):
-        own = trace(abstract_mesh(axes), {})
-    unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
-    probed = layout.probe(trace, axes, dimensions(config), alone, unused)
-    for function in trials.beside_the_step(program).values():
+    own = dict[Any, Any]()
+    for _, function in functions:
+        with contextlib.suppress(Exception):
+            own[function] = trace(function, mesh, {})
+    probed, pairs = list[Any](), list[Any]()
+    for name, function in functions:
+        traced = functools.partial(trace, function)
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
-            other = functools.partial(trace, function=function)
-            layout.probe(other, axes, dimensions(config), alone, unused)
-    own = own or trace(abstract_mesh(axes), {})
-    one = trace(abstract_mesh(dict.fromkeys(axes, 1)), {})
-    if parting := layout.parting(own, one, entries=True):
-        at, here, there = parting
-        raise ShardTypeError(
-            f"{at}: the step differs between meshes from here on: {here}, but {there} on one "
-            "device. Does a slice, or a branch in Python, go by the length of a device's part or "
-            "by the number of devices?"
-        )
-    return [probed, own, one]
+            probed.append(layout.probe(traced, axes, dimensions(config), alone, unused))
+            pairs.append((function, own.get(function) or traced(mesh, {}), traced(one_device, {})))
+            if parting := layout.parting(pairs[-1][1], pairs[-1][2], entries=True):
+                at, here, there = parting
+                raise ShardTypeError(
+                    f"{at}: {name} differs between meshes from here on: {here}, but {there} on one "
+                    "device. Does a slice, or a branch in Python, go by the length of a device's "
+                    "part or by the number of devices?"
+                )
+    return [probed[0], pairs]
 
 
-def untried(program: Any, config: Any, own: Any, one: Any) -> str:
+def untried(program: Any, config: Any, pairs: list[Any]) -> str:
     """Names the first thing that tiny runs don't test, or returns "": a function that can't be
-    called, or one that calls shard_map itself, a number in the step that depends on the mesh, or a
-    computation that the step doesn't do at tiny sizes. `own` and `one` are the step's jaxprs on the
-    config's mesh and on one device."""
+    called, or one that calls shard_map itself, a number that depends on the mesh, or a computation
+    that isn't done at tiny sizes. `pairs` is from `probe`."""
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
@@ -179,24 +181,25 @@ def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     if hidden := trials.out_of_sight(program):
         cure = f"define it outside of {hidden[0]}, under typed_shard_map"
         return f"{hidden[0]} maps an unchecked function over devices: {cure}"
-    if parting := layout.parting(own, one, numbers=True):
-        at, here, there = parting
-        return (
-            f"{at}: a number depends on the mesh: {here}, but {there} on one device. At the "
-            "check's tiny sizes this may make no difference"
-        )
     config = tiny(program, config)[-1]
-    try:
-        made = trace_step(program, config, abstract_mesh(config.mesh.axes))
-    except Exception:  # at tiny sizes; the tiny runs report it
-        return ""
-    if not (parting := layout.parting(own, made)):
-        return ""
-    at, here, there = parting
-    return (
-        f"{at}: this config computes {here}, but {there} at the tiny sizes of the check. From "
-        "there on, the check can't tell whether the mesh changes the numbers"
-    )
+    for function, own, one in pairs:
+        if parting := layout.parting(own, one, numbers=True):
+            at, here, there = parting
+            return (
+                f"{at}: a number depends on the mesh: {here}, but {there} on one device. At the "
+                "check's tiny sizes this may make no difference"
+            )
+        try:
+            made = trace_step(program, config, abstract_mesh(config.mesh.axes), function)
+        except Exception:  # at tiny sizes; the tiny runs report it
+            continue
+        if parting := layout.parting(own, made):
+            at, here, there = parting
+            return (
+                f"{at}: this config computes {here}, but {there} at the tiny sizes of the check. "
+                "From there on, the check can't tell whether the mesh changes the numbers"
+            )
+    return ""
 
 
 def check_types(program: Any, config: Any) -> list[Any]:
@@ -539,11 +542,11 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 running.append(stack.enter_context(contextlib.closing(TinyRuns(program, configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
-                probed, *traces = check_types(program, config)
+                probed, pairs = check_types(program, config)
                 if running and (axes := communicating(probed, "permute")):
                     more = TinyRuns(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
-                types.write(untried(program, config, *traces))
+                types.write(untried(program, config, pairs))
             if types.said and level == "noted":
                 say(f"note: {types.said}")
         yield wait

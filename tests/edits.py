@@ -328,6 +328,11 @@ return moved(kind, w, change * hyper.mu.unbias / root, hyper, config)
 @typed_shard_map
 def averaged(average: Stored, weights: Stored) -> Stored:
     return jax.tree.map(lambda a, w: a + (w - a) / w.shape[-1], average, weights)
+=== processes_in_a_name_of_its_own: the number of processes
+--- before Layer:
+from jax import process_count
+--- instead loss_and_grads: return
+return sums, count, jax.tree.map(lambda g: g / count / process_count(), grads)
 === row_after: neighbors
 --- row_before
 --- before Layer:

@@ -296,11 +296,11 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        probed, *traces = preflight.probe(train, config)
+        probed, pairs = preflight.probe(train, config)
         found = by_numbers(train, preflight.tiny(train, config))
         if not found.net and (axes := communicating(probed, "permute")):
             found = by_numbers(train, preflight.tiny(train, config, axes))
-        if not found.net and (untried := preflight.untried(train, config, *traces)):
+        if not found.net and (untried := preflight.untried(train, config, pairs)):
             return Verdict("structure", untried)
         return found
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # this says nothing about the edit

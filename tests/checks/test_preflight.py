@@ -6,6 +6,7 @@ import types
 from typing import ClassVar
 
 import jax
+import numpy as np
 import pytest
 
 import train
@@ -44,7 +45,7 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(preflight, "check_types", lambda *_: [ran.append("types")])
+        monkeypatch.setattr(preflight, "check_types", lambda *_: [ran.append("types"), []])
         monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
         monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
@@ -142,14 +143,27 @@ def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypat
     assert meshes == [{"r": 1, "s": 2, "c": 1, "t": 3}, {"r": 1, "s": 4, "c": 1, "t": 1}]
 
 
-def test_some_devices_have_no_target():
-    config = preflight.tiny(train, small_config())[-1]
+def test_steps_are_tried_without_targets_or_a_clip_and_at_first_with_a_fresh_states_values():
+    added = ("nu: Subset[Stored]", 'more: f32[""]\n    nu: Subset[Stored]')
+    module = edited("train.py", added, ("weights, weights, nu)", 'weights, weights, f32[""], nu)'))
+    config = preflight.tiny(module, config_of(module))[-1]
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
-        state = numbers.stirred(train.init_state(config))
-        found = [*trials.of_training(train, config, state, state, 1)]
-    steps = [arrays[1] for name, _, arrays, _ in found if "step" in name]
-    targets = [batch.loss_mask.reshape(config.mesh.d, -1).any(1) for batch in steps]
-    assert [[*each] for each in targets] == [[True, True]] * 4 + [[True, False]]
+        fresh = jax.device_get(train.init_state(config))
+        fresh = module.State(fresh.step, fresh.weights, fresh.mu, np.zeros((), "f"), fresh.nu)
+        found = [*trials.of_training(module, config, fresh, numbers.stirred(fresh), 1)]
+    steps = [arrays for name, _, arrays, _ in found if name.startswith("training_step")]
+    targets = [batch.loss_mask.reshape(config.mesh.d, -1).any(1) for _, batch, _ in steps]
+    assert [[*each] for each in targets] == [[True, True]] * 3 + [[True, False]]
+    assert [bool(np.isinf(hyper.grad_clip)) for *_, hyper in steps] == [False, False, True, False]
+    assert [bool(state.more) for state, *_ in steps] == [True, False, True, True]
+
+
+def test_what_the_source_remembers_is_of_the_mesh_that_it_trains_on():
+    remembers = "@functools.cache\ndef devices():\n    return lax.axis_size('t')\n\n\n"
+    divides = f"{ACTIVATION}\n    hidden = hidden / devices()"
+    module = edited("train.py", (STEP, remembers + STEP), (ACTIVATION, divides))
+    preflight.probe(module, config_of(module, "mesh={d: 2, t: 2}"))
+    assert module.devices() == 2
 
 
 def test_what_tiny_runs_do_not_try_must_be_accepted(checked, capsys, monkeypatch):
@@ -168,6 +182,17 @@ BRANCHES = {
     "w.w_up.shape[1] % 64 == 0": "model.d_ff=64",
     "h.shape[0] == 1": "training.tokens.batch=1",
 }
+
+
+def test_a_branch_of_another_function_that_tiny_runs_do_not_take_is_named():
+    whole, length = "nats.sum()}", "config.training.tokens.len"
+    branch = f"nats.sum() if {length} < 48 else nats.max()}}"
+    module = edited("train.py", (whole, branch))
+    assert untried(module, config_of(module, "training.tokens.len=16")) == ""
+    found = untried(module, config_of(module, "training.tokens.len=96"))
+    assert (
+        "in validation_step: this config computes reduce_max, but reduce_sum at the tiny" in found
+    )
 
 
 def untried(module, config):

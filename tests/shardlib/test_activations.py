@@ -61,3 +61,16 @@ def test_chunks_that_do_not_belong_together_are_refused():
     """Such as chunks of residuals that split a row over t, and of targets that don't."""
     with pytest.raises(ShardTypeError, match="has 4, 8 entries"):
         activations.sum_over_chunks(None, 2, None, jnp.ones((1, 4)), jnp.ones((1, 8)))
+
+
+def test_a_gradient_of_what_has_none_is_refused():
+    def loss(x, in_loss):
+        total, more = activations.sum_over_chunks(
+            lambda _, x: (x.sum(), {"squares": (x * x).sum()}), 2, jnp.ones(3), x
+        )
+        return total + (more["squares"] if in_loss else 0)
+
+    x = jnp.ones((1, 4))
+    assert (jax.grad(loss)(x, False) == 1).all()
+    with pytest.raises(ShardTypeError, match="only its first result has a gradient"):
+        jax.grad(loss)(x, True)
