@@ -25,6 +25,7 @@ import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
@@ -136,6 +137,8 @@ class Tokenizer:
             return opened
         except Exception as error:  # tokenizers raises plain Exceptions
             problem = f"the tokenizer {self.name} can't be opened: {error}"
+            if not find_spec("sentencepiece") and any(Path(self.name).glob("*.model")):
+                problem = f"the tokenizer {self.name} needs a package: pip install sentencepiece"
             raise UserError(problem.split("\n")[0]) from None
 
     @checked

@@ -29,6 +29,7 @@ Both print warnings of tensors with NaN or infinite values.
 """
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
@@ -69,10 +70,10 @@ SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is lar
 # The files of a tokenizer, and with them those of the settings for generation.
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "additional_chat_templates/*"),
+    *("*.model", "*.spm", "*.codes", "dict.txt", "chat_template*", "additional_chat_templates/*"),
 )
 SETTINGS = *TOKENIZER, "generation_config.json"
-SAMPLE = "The cats'\n\n  3,456 caf\u00e9s,\tI'LL be \u4f60\u597d."  # to compare tokenizers
+SAMPLE = "The cats'\n\n  3,456 \u00e9e\u0301s,\tI'LL be \u4f60\u597d."  # to compare tokenizers
 OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # weights
 UNFINISHED = "config.json.unfinished"  # its name until the export is complete
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
@@ -345,17 +346,26 @@ def copy_files(patterns: Iterable[str], source: str, folder: pathlib.Path) -> No
         shutil.copyfile(file, copied)
 
 
-def say_if_opened_otherwise(folder: pathlib.Path) -> None:
+def say_if_opened_otherwise(folder: pathlib.Path, used: Any) -> None:
     """Prints a warning if transformers' AutoTokenizer, which goes by the family of the model, gives
-    a text other ids than the exported tokenizer.json, with which the data was tokenized."""
+    a text other ids than `used`, with which the data was tokenized, or adds one at its end."""
     from transformers import AutoTokenizer
 
-    auto, used = AutoTokenizer.from_pretrained(folder), Text(str(folder)).slow
+    try:
+        auto = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many types
+        problem = " ".join(str(error).split())
+        print(f"warning: AutoTokenizer can't open {folder}: {problem}", file=sys.stderr)
+        return
     one, other = (x(SAMPLE, add_special_tokens=False)["input_ids"] for x in (auto, used))
+    whole = auto(SAMPLE)["input_ids"]
     if one != other:
         problem = f"AutoTokenizer opens {folder} as {type(auto).__name__}, with other ids"
         cure = "use transformers.PreTrainedTokenizerFast.from_pretrained"
         print(f"warning: {problem} than in training: {cure}")
+    elif whole[-1:] != one[-1:]:
+        added = auto.convert_ids_to_tokens(whole[-1])
+        print(f"warning: AutoTokenizer adds {added} to a prompt: give it add_special_tokens=False")
 
 
 # --- Export ---------------------------------------------------------------------------------------
@@ -462,6 +472,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         config |= copy_tokenizer(tokenizer, folder, model, kept)
     elif kept:
         copy_files(SETTINGS, kept, folder)
+    config.setdefault("transformers_version", importlib.metadata.version("transformers"))
     config |= {
         "architectures": [CLASSES[config["model_type"]]],
         "dtype": dtype,
@@ -478,7 +489,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if (tokenizer or (recorded and recorded.name)) == "bytes_utf8":
         print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
     elif has_tokenizer(folder):
-        say_if_opened_otherwise(folder)
+        say_if_opened_otherwise(folder, Text(tokenizer or str(kept)).slow)
     else:
         print("the export has no tokenizer: --tokenizer adds one, and the ids that end a text")
 
@@ -556,6 +567,11 @@ def import_weights(path: str, output: str) -> str:
         depth = len(stacked(name))
         arrays[name] = checkpoint.in_chunks(entry, [1] * depth + [*entry["shape"][depth:]])
     target = Checkpoint(f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}")
+    if "://" not in output:
+        kept = pathlib.Path(output, "huggingface")
+        kept.mkdir(parents=True)
+        copy_files(SETTINGS, path, kept)
+        shutil.copyfile(folder / "config.json", kept / "config.json")
     section = {"model": dataclasses.asdict(model)}
     rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     with storage.opening(target.path):
@@ -566,11 +582,6 @@ def import_weights(path: str, output: str) -> str:
             storage.write(into[tensor.array], (*tensor.index, ...), values)
         target.record(host=0, hosts=1)
         target.mark()
-    if "://" not in output:
-        kept = pathlib.Path(output, "huggingface")
-        kept.mkdir()
-        copy_files(SETTINGS, path, kept)
-        shutil.copyfile(folder / "config.json", kept / "config.json")
     if theirs.get("bos_token_id") is None:
         start = f"documents start with the id {model.start_token} in train.py"
         cure = "if the model was trained with another, set bos_token_id, and import again"
@@ -622,6 +633,9 @@ def main() -> None:
             raise UserError(f"{args.config} exists; choose another --config")
         else:
             if args.config:  # before the import, which takes longer
+                into_output = pathlib.Path(args.output).absolute()
+                if pathlib.Path(args.config).absolute().is_relative_to(into_output):
+                    raise UserError(f"--config={args.config} is in {args.output}: choose another")
                 os.makedirs(folder := os.path.dirname(args.config) or ".", exist_ok=True)
                 if not os.access(folder, os.W_OK):
                     raise UserError(f"--config={args.config} is in a folder that isn't writable")

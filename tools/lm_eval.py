@@ -73,8 +73,16 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         tokenizer: str | None = None,
         batch_size: int | str = 16,
         device: str = "",  # ignored: lm-eval passes PyTorch's
+        **others: Any,
     ):
         super().__init__()
+        if unknown := [f"{name}={value}" for name, value in others.items() if value is not None]:
+            known = "checkpoint, d, t, dtype and tokenizer"
+            raise UserError(f"{', '.join(unknown)}: --model_args has {known} alone")
+        if not isinstance(checkpoint, str):
+            raise UserError(f"checkpoint={checkpoint} was read as a number: write ./ before it")
+        if not all(type(n) is int and n > 0 for n in (d, t)):
+            raise UserError(f"d={d},t={t}: they must be numbers of devices")
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"--batch_size={batch_size}: it must be a number of texts")
         if dtype not in (None, *COMPUTE):
@@ -84,6 +92,10 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         self.batch_size = int(batch_size)
         self.room = self.model.config.training.tokens.len
         self.eot_token_id = self.model.config.model.start_token
+
+    @property
+    def tokenizer_name(self) -> str:
+        raise UserError("chat templates aren't applied: leave out --apply_chat_template")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         encode = self.codec.encode if add_special_tokens is False else self.codec.prompt
@@ -163,7 +175,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         top_k, top_p = given.pop("top_k", None), given.pop("top_p", 1)
         if given.pop("num_beams", 1) != 1 or given:
             raise UserError(f"generation_kwargs: tools.generate can't do all of {options}")
-        if tokens >= self.room:
+        if not (type(top_p) in (int, float) and type(top_k) in (int, type(None))):
+            raise UserError(f"generation_kwargs: top_k={top_k}, top_p={top_p} aren't numbers")
+        if not 0 < tokens < self.room:
             room = f"a row of the training has {self.room} tokens for an answer and its context"
             cure = "set it in the task's generation_kwargs"
             raise UserError(f"max_gen_toks is {tokens}, but {room}: {cure}")

@@ -19,6 +19,7 @@ import safetensors.numpy
 import transformers
 import zarr
 from omegaconf import OmegaConf
+from tokenizers.processors import TemplateProcessing
 
 import train
 from data.loader import TokenBatch
@@ -652,6 +653,8 @@ def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, run, monkeypatch):
     config.write_text("mine")
     _, message = run("import", folder, tmp_path / "other", f"--config={config}")
     assert message == f"error: {config} exists; choose another --config"
+    _, message = run("import", folder, tmp_path / "new", f"--config={tmp_path}/new/mine.yaml")
+    assert "/new/mine.yaml is in " in message and not (tmp_path / "new").exists()
     assert config.read_text() == "mine" and not (tmp_path / "other").exists()
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         checkpoint.newest(str(tmp_path / "ours"))
@@ -801,6 +804,11 @@ def test_an_export_that_opens_another_tokenizer_says_so(of_words, tmp_path, run)
         out, message = run("export", path, folder, tokenizer)
         warning = f"warning: AutoTokenizer opens {folder} as {opened}, with other ids"
         assert not message and (warning in out) == (opened != "")
+    added = [("<s>", 1), ("</s>", 2)]
+    inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=added)
+    inner.save(str(tmp_path / "numbers.json"))
+    out, _ = run("export", of_words / "start1", tmp_path / "ends", tokenizer)
+    assert "warning: AutoTokenizer adds </s> to a prompt: give it add_special_tokens=False" in out
 
 
 def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp_path, run):
