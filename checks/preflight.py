@@ -363,10 +363,10 @@ class TinyRuns:
                     made[receiver] = receiver.recv()
                 except EOFError:
                     self.running[receiver].join()
-                    code = self.running[receiver].exitcode or 0
-                    if code < 0:
-                        problem = f"{signal.Signals(-code).name} ended a process of the check"
-                        raise UserError(f"{problem}, for lack of memory? Start again") from None
+                    code = self.running[receiver].exitcode
+                    if code == -signal.SIGKILL:
+                        problem = "a process of the check was killed, for lack of memory?"
+                        raise UserError(f"{problem} Start again") from None
                     made[receiver] = f"its process ended with exit code {code}"
                 if isinstance(made[receiver], str):
                     problem = "the step doesn't run at tiny sizes, at which two meshes are compared"

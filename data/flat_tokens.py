@@ -66,7 +66,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     def __init__(self, path: str, split: str, written: dict[str, Any] | None = None):
         self.name = f"{path}/{split}"
         # Besides the arrays and zarr.json, an interrupted write leaves zarr.<id>.partial.
-        if any(x not in ARRAYS and not x.startswith("zarr.") for x in storage.names(self.name)):
+        known = *ARRAYS, split, ""
+        there = (x for x in storage.names(self.name) if not x.startswith((".", "zarr.")))
+        if any(x not in known for x in there):
             raise FileExistsError(f"{self.name} is no part of a dataset; choose another output")
         with storage.opening(path):
             root: Any = storage.group(path, "a")

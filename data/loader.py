@@ -441,9 +441,9 @@ class Mixture(Batches):
                 both = f"{first.name} and {other.name}: {problem}"
                 both = f"flat_tokens has datasets of different tokenizers, {both}"
                 raise FlatTokensError(f"{both}. Convert them with the same one")
-        names = [x.filespec for x in config.datasets]
-        files = [file for name in names for file in bin_files(name) or [name.rstrip("/")]]
-        places = (x if "://" in x else os.path.realpath(x) for x in files)
+        files = (bin_files(x.filespec) or [x.filespec.rstrip("/")] for x in config.datasets)
+        there = ([x if "://" in x else os.path.realpath(x) for x in each] for each in files)
+        places = (", ".join(each) for each in there)
         for path, times in Counter(places).items():
             if times > 1:  # shuffled alike, a batch would have its rows several times
                 problem = f"{path} is in flat_tokens.mixture {times} times"

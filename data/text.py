@@ -7,6 +7,7 @@ source, because a position means nothing in a source that has changed.
 """
 
 import array
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -48,6 +49,7 @@ IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq
 # Arguments of `datasets` for CSV files: those that csv.reader has, too, and the others that apply.
 CSV_DIALECT = {"quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace"}
 CSV_SETTINGS = {"sep", "names", "encoding", "encoding_errors"}
+UNTAGGED = "bytes of web files"  # that have no ETag
 UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
@@ -137,7 +139,9 @@ class Tokenizer:
             return opened
         except Exception as error:  # tokenizers raises plain Exceptions
             problem = f"the tokenizer {self.name} can't be opened: {error}"
-            if not find_spec("sentencepiece") and any(Path(self.name).glob("*.model")):
+            folder = Path(self.name)
+            alone = any(folder.glob("*.model")) and not (folder / "tokenizer.json").exists()
+            if alone and not find_spec("sentencepiece"):
                 problem = f"the tokenizer {self.name} needs a package: pip install sentencepiece"
             raise UserError(problem.split("\n")[0]) from None
 
@@ -171,9 +175,14 @@ class Tokenizer:
         """Lists the special tokens whose names in a text become them. A model's own vocabulary may
         have them, too, as Unigram's does."""
         added = self.slow.added_tokens_decoder.items() if self.slow else ()
-        special = {i: str(x) for i, x in added if x.special}
-        ids = {i: decode(self([x])[0])[0] for i, x in special.items()}
-        return [x for i, x in special.items() if i in ids[i][: len(ids[i]) - len(self.end)]]
+        special, found = {i: str(x) for i, x in added if x.special}, list[str]()
+        with contextlib.suppress(Exception):  # it knows neither a character nor a token for such
+            unknown = decode(self(["\ue000"])[0])[0]
+            for i, name in special.items():
+                ids = decode(self([name])[0])[0]
+                if i in ids[: len(ids) - len(self.end)] and i not in unknown:
+                    found.append(name)
+        return found
 
     @functools.cached_property
     def digest(self) -> str:
@@ -291,6 +300,7 @@ def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dic
         names = [name for name in batch.schema.names if f"{column}.".startswith(f"{name}.")]
         if not names:
             yield dict.fromkeys(schema.names)
+            collections.deque(batches, 0)  # reads the rest, which `arrow_rows` looks behind
             return
         name = max(names, key=len)  # a column's own name may have a dot
         for value in batch.column(name):
@@ -602,10 +612,11 @@ class Source:
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         names = [x if "://" in x else os.path.realpath(x) for x, _ in pairs]
-        unpacked = (re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", x) for x in names)
-        for name, times in Counter(unpacked).items():
-            if times > 1 and not self.names:
+        for name, times in {} if self.names else Counter(names).items():
+            if times > 1:
                 self.notes.append(f"{name} is read {times} times")
+            if (other := re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", name)) in {*names} - {name}:
+                self.notes.append(f"{name} is read, and {other}: do they have the same texts?")
         self.names = {*names}
         return pairs
 
@@ -648,21 +659,28 @@ class Source:
         raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
-        from datasets import config
+        from datasets import DownloadConfig
+        from datasets.utils.file_utils import _prepare_path_and_storage_options
 
-        hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
-        stores = self.load_dataset.get("storage_options") or {}
+        load = self.load_dataset
+        access = DownloadConfig(
+            token=load.get("token"), storage_options=load.get("storage_options") or {}
+        )
         # The folder differs between copies of local files, and between revisions on the hub.
-        known: list[Any] = []
+        known, untagged = list[Any](), 0
         for name, tag in files:
             info: dict[str, Any] = {"size": 0, "blob_id": tag}
             if name.startswith("hf://") or "://" not in name or not tag:
-                access = hub if name.startswith("hf://") else stores
-                store, inner = fsspec.core.url_to_fs(name, **access)
+                place, options = _prepare_path_and_storage_options(name, access)
+                store, inner = fsspec.core.url_to_fs(place, **options)
                 info = store.info(inner)
-            known.append((os.path.basename(name), info["size"] or 0, info.get("blob_id")))
+            if "://" in name and not tag and not name.startswith("hf://"):
+                untagged += info["size"] or 0
+                info = {"size": 0}
+            known.append((os.path.basename(name), info["size"], info.get("blob_id")))
         found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
         found |= {"names and sizes": digest(known), "shards": shards}
+        found |= {UNTAGGED: untagged} if untagged else {}
         return found | {"tokenizer": tokenizer(self.tokenizer, self.config.end_token).digest}
 
     def read(
@@ -694,7 +712,8 @@ class Source:
 
 def check_source(split: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises UserError if a split's fingerprint has changed."""
-    pairs = [(key, before.get(key), now.get(key)) for key in {**now, **before}]
+    keys = [x for x in {**now, **before} if x != UNTAGGED or x in before]  # earlier ones have none
+    pairs = [(key, before.get(key), now.get(key)) for key in keys]
     if differ := [f"{key} {then}, now {here}" for key, then, here in pairs if then != here]:
         problem = f"has changed since the part before was read: {'; '.join(differ)}"
         cure = "delete an unfinished conversion, or clone a run's weights into a new one"

@@ -23,13 +23,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runtime.config import ROOT, flat, keys, load, unknown
+from runtime.config import ROOT, keys, load, unknown
 from runtime.errors import user_errors
 from runtime.supervise import STOPS, handled
 from shardlib.errors import UserError
 
 C = TypeVar("C")
-PRINTS = "-(c|h|i|sc|-cfg|-help|-hydra-help|-info|-shell|-version)"  # Hydra's flags that run no job
+PRINTS = r"-(?!(m|-multirun)$|-config|c[npd]\b)"  # Hydra's flags with which it may run no job
 OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
 
 
@@ -68,9 +68,6 @@ def program(
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
         merged = OmegaConf.merge(preset or {}, composed, fixed or {})
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-        for key, value in flat(values).items():
-            if "${" in str(value):  # a checkpoint's config would be refused
-                raise UserError(f"{key}={value}: a value can't have ${{ in it")
         return load(schema, values)
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
@@ -126,7 +123,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
     # Hydra's own; a config may ask for a sweep.
-    of_hydra = [a for a in jobs[0][1].overrides.hydra if not a.startswith("hydra.mode=")]
+    of_hydra = [a for a in jobs[0][1].overrides.hydra if "hydra.mode=" not in a]
     of_hydra.append("hydra.mode=RUN")
     process: subprocess.Popen[bytes] | None = None
     signals: list[int] = []
@@ -153,12 +150,13 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
             process = subprocess.Popen([*program, *of_hydra, *arguments])
             if signals:  # it came before the process was there
                 process.terminate()
-            code = None
+            code, seconds = None, 0
             while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(2)
-                if code is None and signals == [signal.SIGINT]:  # it wasn't a Ctrl-C
-                    stop(signal.SIGTERM, None)
+                    code = process.wait(1)
+                seconds += bool(signals)
+                if code is None and signals == [signal.SIGINT] and seconds > 30:
+                    stop(signal.SIGTERM, None)  # the interrupt wasn't a Ctrl-C
             if code - 128 in STOPS:
                 signals.append(code - 128)
             if signals:
@@ -185,7 +183,7 @@ def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> 
         texts = (x if x.lower() in null else _quoted(x) for x in value.split(","))
         value = ",".join(texts)
     is_value = "." in key or (key in kinds and not (ROOT / folder / key).is_dir())
-    forced = equals and is_value and re.match(r"(?!hydra\.)\w", key)
+    forced = equals and is_value and re.match(r"(?!hydra\.(searchpath|mode)$)\w", key)
     return ("++" if forced else "") + key + equals + value
 
 

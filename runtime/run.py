@@ -239,6 +239,10 @@ def reserved(config: RunConfig) -> Iterator[None]:
     """Locks the run's folder against other processes. Raises UserError if one holds it, or if a
     sink's package isn't installed. JAX caches compiled programs beside the folder unless the
     user has chosen a cache folder; the next start of the same program then skips compiling."""
+    for key, value in flat(config.values()).items():
+        # A checkpoint's config with such a value would be refused.
+        if "${" in str(value):
+            raise UserError(f"{key}={value}: it can't have ${{ in it")
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         cache = pathlib.Path(config.paths.root_working_dir).absolute() / ".compilation_cache"
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -421,8 +425,6 @@ class Run(contextlib.ExitStack):
             self.flush()
             folder = self.folder / f"profile/host_{jax.process_index()}"
             self.profile.enter_context(hlo.profile(folder, self.program, say))
-        if step == self.first:
-            of_all_hosts("")  # its batch may have taken one host much longer
         self._watch()
         if not self.row:  # otherwise the previous step is still running, and this one follows it
             self.since = time.perf_counter() - waited

@@ -8,7 +8,6 @@ The configs are in configs/convert. To continue an interrupted conversion, run t
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ import sysconfig
 import time
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -32,7 +32,6 @@ from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at most that much work
 SECRETS = "token", "storage_options"
-SIGNATURE = re.compile(r'(?<="http)(s?://[^?"]*)\?[^"]*')
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
@@ -67,6 +66,11 @@ def for_validation(first: int, count: int, share: float) -> np.ndarray:
     return numbers * np.uint64(GOLDEN_RATIO) < share * 2**64  # modulo 2**64
 
 
+def unsigned(x: Any) -> Any:
+    """Returns a setting; a URL without its query, which may have a signature."""
+    return re.sub(r"^(https?://[^?]*)\?.*", r"\1", x) if isinstance(x, str) else x
+
+
 class Conversion:
     """The output and the progress of a conversion. From the first commit on, the output's attribute
     `conversion` records the progress and, once complete, how the output was made."""
@@ -76,14 +80,14 @@ class Conversion:
         settings = {k: v for k, v in config.values().items() if k != "output"}
         # A dataset may be published: without secrets, and signatures in URLs.
         load = {x: y for x, y in settings["load_dataset"].items() if x not in SECRETS}
-        settings["load_dataset"] = json.loads(SIGNATURE.sub(r"\1", json.dumps(load)))
+        settings["load_dataset"] = jax.tree.map(unsigned, load)
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         vocabulary = text.tokenizer(config.tokenizer).vocabulary
         self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}
         saved: Any = storage.attributes(config.output).get("conversion", {})
         if "positions" not in saved:
             saved = {}
-        for key, before in saved.get("settings", {}).items():
+        for key, before in jax.tree.map(unsigned, saved.get("settings", {})).items():
             if before != settings.get(key):
                 with_what = f"with {key}={before}, not {settings.get(key)}"
                 cure = "choose another output, or delete it"

@@ -365,7 +365,7 @@ def say_if_opened_otherwise(folder: pathlib.Path, used: Any) -> None:
         print(f"warning: {problem} than in training: {cure}")
     elif whole[-1:] != one[-1:]:
         added = auto.convert_ids_to_tokens(whole[-1])
-        print(f"warning: AutoTokenizer adds {added} to a prompt: give it add_special_tokens=False")
+        print(f"warning: AutoTokenizer adds {added} to the end of a prompt: take it off")
 
 
 # --- Export ---------------------------------------------------------------------------------------

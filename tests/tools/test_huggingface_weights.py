@@ -808,7 +808,7 @@ def test_an_export_that_opens_another_tokenizer_says_so(of_words, tmp_path, run)
     inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=added)
     inner.save(str(tmp_path / "numbers.json"))
     out, _ = run("export", of_words / "start1", tmp_path / "ends", tokenizer)
-    assert "warning: AutoTokenizer adds </s> to a prompt: give it add_special_tokens=False" in out
+    assert "warning: AutoTokenizer adds </s> to the end of a prompt: take it off" in out
 
 
 def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp_path, run):
