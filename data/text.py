@@ -659,24 +659,21 @@ class Source:
         raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
-        from datasets import DownloadConfig
-        from datasets.utils.file_utils import _prepare_path_and_storage_options
+        from datasets import DownloadConfig, config
+        from datasets.utils.file_utils import xopen
 
-        load = self.load_dataset
-        access = DownloadConfig(
-            token=load.get("token"), storage_options=load.get("storage_options") or {}
-        )
+        token, stores = map(self.load_dataset.get, ("token", "storage_options"))
+        hub = {"endpoint": config.HF_ENDPOINT, "token": token}
+        access = DownloadConfig(token=token, storage_options=stores or {})
         # The folder differs between copies of local files, and between revisions on the hub.
         known, untagged = list[Any](), 0
         for name, tag in files:
             info: dict[str, Any] = {"size": 0, "blob_id": tag}
-            if name.startswith("hf://") or "://" not in name or not tag:
-                place, options = _prepare_path_and_storage_options(name, access)
-                store, inner = fsspec.core.url_to_fs(place, **options)
-                info = store.info(inner)
-            if "://" in name and not tag and not name.startswith("hf://"):
-                untagged += info["size"] or 0
-                info = {"size": 0}
+            if name.startswith("hf://") or "://" not in name:  # its folder was just listed
+                info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
+            elif not tag:
+                with xopen(name, "rb", download_config=access) as file:
+                    untagged += getattr(file, "size", 0) or 0
             known.append((os.path.basename(name), info["size"], info.get("blob_id")))
         found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
         found |= {"names and sizes": digest(known), "shards": shards}
