@@ -175,14 +175,13 @@ class Tokenizer:
         """Lists the special tokens whose names in a text become them. A model's own vocabulary may
         have them, too, as Unigram's does."""
         added = self.slow.added_tokens_decoder.items() if self.slow else ()
-        special, found = {i: str(x) for i, x in added if x.special}, list[str]()
+        assert not self.end  # which each text would have
+        special = {str(x): i for i, x in added if x.special}
         with contextlib.suppress(Exception):  # it knows neither a character nor a token for such
-            unknown = decode(self(["\ue000"])[0])[0]
-            for i, name in special.items():
-                ids = decode(self([name])[0])[0]
-                if i in ids[: len(ids) - len(self.end)] and i not in unknown:
-                    found.append(name)
-        return found
+            unknown, *given = (decode(self([x])[0])[0] for x in ("\ue000", *special))
+            named = zip(special.items(), given, strict=True)
+            return [name for (name, i), ids in named if i in ids and i not in unknown]
+        return []
 
     @functools.cached_property
     def digest(self) -> str:
@@ -551,9 +550,8 @@ class Source:
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
                 if name.endswith(".tar") and "://" not in name:  # WebDataset reads cut ones, too
                     with open(name, "rb") as tar:
-                        if tar.seek(0, os.SEEK_END) < 512 or (
-                            tar.seek(-512, 2) and any(tar.read())
-                        ):
+                        tar.seek(max(tar.seek(0, os.SEEK_END) - 512, 0))
+                        if any(tar.read()):
                             raise UserError(f"{name} lacks its end: was it cut off?")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
             by = self.load_dataset.get("sample_by", "document")

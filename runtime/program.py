@@ -67,8 +67,7 @@ def program(
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
         merged = OmegaConf.merge(preset or {}, composed, fixed or {})
-        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-        return load(schema, values)
+        return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)

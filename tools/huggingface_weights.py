@@ -567,14 +567,14 @@ def import_weights(path: str, output: str) -> str:
         depth = len(stacked(name))
         arrays[name] = checkpoint.in_chunks(entry, [1] * depth + [*entry["shape"][depth:]])
     target = Checkpoint(f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}")
-    if "://" not in output:
-        kept = pathlib.Path(output, "huggingface")
-        kept.mkdir(parents=True)
-        copy_files(SETTINGS, path, kept)
-        shutil.copyfile(folder / "config.json", kept / "config.json")
     section = {"model": dataclasses.asdict(model)}
     rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     with storage.opening(target.path):
+        if "://" not in output:
+            kept = pathlib.Path(output, "huggingface")
+            kept.mkdir(parents=True)
+            copy_files(SETTINGS, path, kept)
+            shutil.copyfile(folder / "config.json", kept / "config.json")
         target.create(arrays, OmegaConf.to_yaml(section | rows))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):

@@ -1,7 +1,7 @@
 """Experts, in place of a layer's feed-forward or beside it. Each token takes a few of them.
 
-train.py calls `mixture` in a layer, `costs` in the loss and `rebalanced` after the
-update. Dimensions, beside train.py's:
+train.py calls `mixture` in a layer, `costs` in the loss and `rebalanced` after the update.
+Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
 """
