@@ -28,6 +28,7 @@ class Fact(NamedTuple):
     number: Any = None  # its value, if known, or the one that a loop starts it with
     fixed: bool = False  # doesn't depend on the jaxpr's arguments
     constant: bool = False  # made outside of JAX
+    source: Any = None  # in the forward pass, identifies what computes it; see `_source`
 
 
 class Equation(NamedTuple):
@@ -81,7 +82,8 @@ def equations(
     """
     path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
-    facts = {} if known is None else known
+    arguments = {v: Fact(source=i) for i, v in enumerate(jaxpr.invars)}
+    facts = arguments if known is None else known
     values = itertools.zip_longest(jaxpr.constvars, constants.get(jaxpr, ()))
     facts |= {variable: Fact(1, value, True, True) for variable, value in values}
 
@@ -101,7 +103,10 @@ def equations(
         shapes = name in SHAPING and not SCOPE.search(place)  # an op's numbers depend on the mesh
         fixed = not inner and all(x.fixed for x in operands)
         made = Fact(at_least, operands[0].number if shapes else None, fixed)
-        facts |= dict.fromkeys(eqn.outvars, made)
+        source = _source(eqn, place, operands)
+        whole = len(eqn.outvars) == 1
+        results = {v: source if whole else hash((source, i)) for i, v in enumerate(eqn.outvars)}
+        facts |= {v: made._replace(source=x) for v, x in results.items()}
         if not inner:
             continue
         length = eqn.params.get("length", 1)
@@ -119,8 +124,25 @@ def equations(
         for body in inner:
             facts |= zip(reversed(body.invars), reversed(given), strict=False)
             yield from equations(body, here._replace(runs=Runs(times, each)), facts)
-            if not loop and name != "cond" and len(body.outvars) == len(eqn.outvars):
-                facts |= zip(eqn.outvars, facts_of(body.outvars), strict=True)
+            if len(body.outvars) == len(eqn.outvars):
+                for v, of_body in zip(eqn.outvars, facts_of(body.outvars), strict=True):
+                    once = not loop and name != "cond"
+                    facts[v] = of_body if once else facts[v]._replace(source=of_body.source)
+
+
+def _source(eqn: JaxprEqn, path: str, operands: list[Fact]) -> Any:
+    """Identifies what an equation computes, from the arguments on: by its primitive and operands,
+    or, in an op, whose equations depend on the mesh, by the op and its operands."""
+    if "transpose(" in path:
+        return None
+    if SCOPE.search(path):
+        op, given = op_of(eqn, path), [x.source for x in operands if x.source is not None]
+        inside = [isinstance(x, tuple) and x[0] == op for x in given]
+        of_op = [x[1] if same else {hash(x)} for x, same in zip(given, inside, strict=True)]
+        return op, frozenset[int]().union(*of_op)
+    if eqn.primitive.name in SHAPING:
+        return operands[0].source
+    return hash((eqn.primitive.name, *(x.source for x in operands)))
 
 
 def communicating(jaxpr: Any, kind: str) -> set[str]:

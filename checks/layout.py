@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -361,17 +361,19 @@ class Computed(NamedTuple):
     line: str = ""
     what: str = "nothing"
     entries: Taken | None = None  # if they don't depend on the arguments
+    sources: Sequence[Any] = ()  # of its operands
 
 
 def parting(
     jaxpr: Any, other: Any, numbers: bool = False, entries: bool = False
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
-    None if they agree. Compares ops, and the primitives between them; with `numbers` also numbers
-    that don't depend on the arguments; with `entries` also the lengths along which the forward pass
-    reduces. Slices, gathers and scatters at fixed indices along a dimension that is split in
-    `jaxpr` but not in `other` must then take the same share, 1/k, of an array's entries: `x[::2]`
-    takes half of a part and of the whole, `x[:4]` doesn't."""
+    None if they agree. Compares ops, and the primitives between them, with what computes their
+    operands in the forward pass; with `numbers` also numbers that don't depend on the arguments;
+    with `entries` also the lengths along which the forward pass reduces. Slices, gathers and
+    scatters at fixed indices along a dimension that is split in `jaxpr` but not in `other` must
+    then take the same share, 1/k, of an array's entries: `x[::2]` takes half of a part and of the
+    whole, `x[:4]` doesn't."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
@@ -381,6 +383,8 @@ def parting(
                 f"{here.what} of {part.share} of an array",
                 f"{there.what} of {whole.share} of an array",
             )
+        if texts[0] == texts[1] and here.sources != there.sources:
+            texts = here.what, f"{there.what} of other values"
         if texts[0] != texts[1]:
             return line.replace(" ", ", in "), *texts
     return None
@@ -432,7 +436,9 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
             text += "".join(f" of {n} entries" for n in _taken_whole(eqn))
         taken = _taken_by_index(eqn) if with_entries else None
         always = taken and all(x.fixed for x in operands[taken.indices])
-        yield Computed(line, text, taken if always else None)
+        # JAX chooses what a loop is given, and in which order.
+        sources = [] if inner or "transpose(" in path else [x.source for x in operands]
+        yield Computed(line, text, taken if always else None, sources)
 
 
 def _cure_of_gradient(aval: Any, axes: dict[str, int], sizes: dict[str, int]) -> str:

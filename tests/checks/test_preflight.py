@@ -211,6 +211,25 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
     assert ", in swiglu: this config computes tanh, but " in found
 
 
+SWAPPED = {
+    "hidden = jax.nn.silu(": ("gate", "up"),
+    "sin, cos = sin[:, :, None]": ("sin", "cos"),
+    "root = jnp.sqrt(v": ("m", "v"),
+}
+
+
+@pytest.mark.parametrize("line", SWAPPED)
+def test_operands_that_depend_on_the_mesh_are_named(line):
+    """The tiny runs split t into three."""
+    a, b = SWAPPED[line]
+    swap = f"{a}, {b} = ({b}, {a}) if lax.axis_size('t') > 3 else ({a}, {b}); "
+    module = edited("train.py", (line, swap + line))
+    sizes = "model={n_kv: 4, vocab: 512}", "mesh={d: 1, t: 2}"
+    preflight.probe(module, config_of(module, *sizes))
+    with pytest.raises(ShardTypeError, match="of other values on one device"):
+        preflight.probe(module, config_of(module, *sizes, "mesh.t=4"))
+
+
 def test_a_program_that_python_runs_as_a_file_is_checked(monkeypatch):
     monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
     monkeypatch.setattr(train, "__spec__", None)
