@@ -60,6 +60,8 @@ class StreamLoader(Batches):
         if not (name := getattr(config, f"{split}_split")):
             raise UserError("to validate, a run needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
+        largest = max(text.tokenizer(config.tokenizer).words())
+        spec.check_vocabulary(f"the tokenizer {config.tokenizer} has ids up to", largest)
         load = {"path": config.path, "name": config.name}
         self.source = text.Source(load, name, config, config.sequences_packed_per_batch)
         found, hosts = self.source.check(), jax.process_count()

@@ -22,6 +22,7 @@ import os
 import re
 import reprlib
 import sys
+import weakref
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -51,7 +52,7 @@ CSV_DIALECT = {"quotechar", "quoting", "escapechar", "doublequote", "skipinitial
 CSV_SETTINGS = {"sep", "names", "encoding", "encoding_errors"}
 UNTAGGED = "bytes of web files"  # that have no ETag
 UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
-FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
+FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
@@ -343,7 +344,7 @@ def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, encoding, errors, newline="") as lines:
         rows = filter(None, csv.reader(lines, strict=True, **dialect))
         try:
-            names = config.names or next(rows, [])
+            names = config.names or [x.removeprefix("\ufeff") for x in next(rows, [])]
             if names.count(column) > 1:
                 raise ValueError(f"two columns are named {column}")
             for row in rows:
@@ -359,11 +360,10 @@ def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     whole = config.sample_by == "document"
     # newline="" keeps line ends as they are.
-    newline = "" if whole else None
-    with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline=newline) as text:
+    with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline="") as text:
         for number, row in enumerate([text.read()] if whole else text):
             kept = row if number else row.removeprefix("\ufeff")  # the byte order mark isn't text
-            yield {"text": kept if whole or config.keep_linebreaks else kept.removesuffix("\n")}
+            yield {"text": kept if whole or config.keep_linebreaks else kept.rstrip("\r\n")}
 
 
 READERS = {
@@ -373,10 +373,9 @@ READERS = {
     "parquet": parquet_rows,
     "text": text_rows,
 }
-READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't implement
 # Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
-NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize"
+NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize filters on_bad_files"
 
 
 def decompressed(kind: str, file: Any, **_: Any) -> Any:
@@ -397,36 +396,42 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
     fsspec.compression.register_compression(kind, opener, suffix, force=True)
 
 
-def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, or of the files in a zip archive."""
+def files_in(builder: Any, file: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the name of a file, or of each file in a zip archive, and a function that opens it."""
     import datasets
     from datasets.utils.file_utils import xopen
 
     options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.StreamingDownloadManager(download_config=options)
-
-    def rows(opened: Any, name: str) -> Iterator[dict[str, Any]]:
-        whole = fsspec.compression.compr[infer_compression(name)](opened, mode="rb")
-        return reader(whole, column, builder.config)
+    opening = functools.partial(xopen, mode="rb", download_config=options)
 
     def place(name: str) -> tuple[list[str], str]:  # a folder's files come before its folders
         *folders, name = os.path.normpath(name).split("/")
         return folders, name
 
     if not (inside := manager.extract(file)).startswith("zip://::"):
-        with xopen(inside, "rb", download_config=options) as opened:
-            yield from rows(opened, inside.partition("::")[0])
+        yield file, functools.partial(opening, inside)
         return
-    with xopen(file, "rb", download_config=options) as opened, zipfile.ZipFile(opened) as archive:
-        for name in sorted({*archive.namelist()}, key=place):
-            folders, last = place(name)
-            hidden = any(x.startswith(".") and x != ".." for x in (*folders, last))
-            if name.endswith("/") or hidden or "__MACOSX" in folders:
-                continue
-            if ARCHIVES.search(name) or name.lower().endswith(".zip"):
-                raise UserError(f"{name} in {file} is an archive, too: unpack them")
-            with archive.open(name) as member:  # which may be compressed, too
-                yield from rows(member, name)
+    opened = opening(file)
+    try:
+        archive = zipfile.ZipFile(opened)
+    except zipfile.BadZipFile as error:
+        opened.close()
+        raise UserError(f"{file} can't be read: {error}") from None
+    weakref.finalize(archive, opened.close)
+    for name in sorted({*archive.namelist()}, key=place):
+        folders, last = place(name)
+        hidden = any(x.startswith(".") and x != ".." for x in (*folders, last))
+        if name.endswith("/") or hidden or "__MACOSX" in folders:
+            continue
+        if ARCHIVES.search(name) or name.lower().endswith(".zip"):
+            raise UserError(f"{name} in {file} is an archive, too: unpack them")
+
+        def member(name: str = name) -> Any:  # which may be compressed, too
+            kind = infer_compression(name)
+            return fsspec.compression.compr[kind](archive.open(name), mode="rb")
+
+        yield f"{name} in {file}", member
 
 
 # --- The dataset ----------------------------------------------------------------------------------
@@ -544,28 +549,24 @@ class Source:
             self._check_patterns()
             builder = datasets.load_dataset_builder(**self.load_dataset)
             files = self._files(builder.config.data_files or {})
-            reader = READERS.get(type(builder).__module__.rpartition(".")[2])
             for name, _ in files:
-                if reader and ARCHIVES.search(name):
+                if ARCHIVES.search(name):
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
-                if name.endswith(".tar") and "://" not in name:  # WebDataset reads cut ones, too
-                    with open(name, "rb") as tar:
-                        tar.seek(max(tar.seek(0, os.SEEK_END) - 512, 0))
-                        if any(tar.read()):
-                            raise UserError(f"{name} lacks its end: was it cut off?")
-            ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
+            kind = type(builder).__module__.rpartition(".")[2]
+            if not (reader := READERS.get(kind)):
+                formats = ", ".join(FILE_FORMATS)
+                raise UserError(f"its files are {kind}: only {formats} files are read")
             by = self.load_dataset.get("sample_by", "document")
-            if by not in ("document", "line", "paragraph"):
-                raise UserError(f"load_dataset.sample_by={by}: choose document, line or paragraph")
+            if by not in ("document", "line"):
+                raise UserError(f"load_dataset.sample_by={by}: choose document or line")
             builder.config.sample_by = by
-            if ours and builder.config.sample_by != "paragraph":
-                rows = functools.partial(file_rows, builder, reader, self.column)
-                shards = [(name, functools.partial(rows, name)) for name, _ in files]
-            else:
-                whole = builder.as_streaming_dataset(self.split)
-                part = functools.partial(whole.shard, whole.num_shards)
-                numbers = range(whole.num_shards)
-                shards = [(f"{self.split}, shard {i}", functools.partial(part, i)) for i in numbers]
+
+            def rows(open_file: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+                with open_file() as file:
+                    yield from reader(file, self.column, builder.config)
+
+            found = itertools.chain(*(files_in(builder, name) for name, _ in files))
+            shards = [(name, functools.partial(rows, open_file)) for name, open_file in found]
         except Exception as error:  # the libraries below raise errors of many types
             where = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}: "
             says_where = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
@@ -637,7 +638,11 @@ class Source:
                 cure += "+load_dataset.encoding_errors=replace"
                 raise UserError(f"{name}, {problem}. {cure}") from None
             except Exception as error:  # the libraries below raise errors of many types
-                cure = "" if getattr(error, "errno", None) else ". Correct the file, or take it out"
+                # Neither is about the file: the disk or the net fails, or a setting is wrong.
+                of_file = not (
+                    getattr(error, "errno", None) or isinstance(error, LookupError | TypeError)
+                )
+                cure = ". Correct the file, or take it out" if of_file else ""
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:
@@ -653,7 +658,7 @@ class Source:
         if value is None or self.config.skip_not_text:
             return ""
         problem = f"{self.section}column={self.column} is {reprlib.repr(value)}, which is no text"
-        cure = f"Correct the row, or set {self.section}skip_not_text=true to leave out such rows"
+        cure = f"Set {self.section}skip_not_text=true to leave out such rows, or correct the row"
         raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Conversion:
         if "positions" not in saved:
             saved = {}
         for key, before in jax.tree.map(unsigned, saved.get("settings", {})).items():
-            if before != settings.get(key):
+            if before != settings.get(key) and key != "skip_not_text":  # whose error ended it
                 with_what = f"with {key}={before}, not {settings.get(key)}"
                 cure = "choose another output, or delete it"
                 raise UserError(f"{config.output} is an unfinished conversion {with_what}; {cure}")
@@ -165,7 +165,7 @@ def convert(config: ConvertConfig) -> None:
         bar = tqdm(
             desc=names[i],
             total=config.max_tokens,
-            initial=sum(writer.token_count for writer in conversion.writers.values()),
+            initial=conversion.writers[SPLITS[i]].token_count,
             unit=" tokens",
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 60,  # in a log file each is a line
