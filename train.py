@@ -626,7 +626,8 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
         weights = source.restore("weights")
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
-        say(f"weights from {source.newest.path}")
+        other = trained_with(config, source.newest, "model.")
+        say(f"weights from {source.newest.path}" + (other and f", a model with {other}"))
         return make(weights, config)
     state = source.restore()
     data.resume(source.position)
@@ -647,7 +648,8 @@ def train(
     )  # fmt: skip
     if checkpoints.newest.step >= training.steps:
         return complete(config, checkpoints)
-    clone = config.paths.clone_from, config.paths.clone_weights_only
+    paths = config.paths
+    clone = paths.clone_from, paths.clone_weights_only, paths.clone_other_model
     source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
     if first:
@@ -662,8 +664,8 @@ def train(
     notes = of_muon, described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
     for note in filter(None, (*notes, *config.notes())):
         say(note)
-    saved, skippable = checkpoints.newest.step, training.max_skipped_updates
-    with Run(config, saved, first, training.steps, tokens, flops, skippable) as run:
+    saved, skips = checkpoints.newest.step, (training.max_skipped_updates, checkpoints.skipped)
+    with Run(config, saved, first, training.steps, tokens, flops, *skips) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)
         if wait_for_check(run.interrupted) is None:
@@ -694,7 +696,7 @@ def train(
                 add_validation()
                 run.flush()
             if run.saves_after(step, state):  # raises if NaN would get into a checkpoint
-                checkpoints.save(step + 1, state, data.position)
+                checkpoints.save(step + 1, state, data.position, run.skipped)
             if run.stopping:
                 break
         checkpoints.close()

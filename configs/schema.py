@@ -41,6 +41,7 @@ UNUSED = {
         "hf_dataset.validation_split",
     ),
     "model.experts=null": ("training.routing.",),
+    "model.experts.bias=false": ("training.routing.bias_rate",),
     "checkpoints.keep_last=0": ("checkpoints.keep_every",),
     "paths.clone_from=": ("paths.clone_",),
 }

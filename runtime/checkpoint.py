@@ -26,7 +26,7 @@ import zarr
 from omegaconf import OmegaConf
 
 from runtime import storage
-from runtime.config import NonNegativeInt, Path, Section, flat, load, plain
+from runtime.config import NonNegativeInt, Path, Section, as_text, flat, load, plain
 from runtime.storage import DamageError
 from runtime.supervise import of_all_hosts
 from shardlib.errors import UserError
@@ -34,6 +34,7 @@ from shardlib.types import make_shapes, make_shardings, named, type_tree
 
 C = TypeVar("C", bound=Section)
 FORMAT = 3
+MISSING = "missing"
 # A checkpoint's name: the steps done, and when its run started, in milliseconds.
 NAME = r"\d{8,10}\.\d{1,16}"
 # The entries that all arrays' zarr.json have in common.
@@ -109,9 +110,10 @@ class Checkpoint:
         step, start = path.rpartition("/")[2].split(".")
         self.order = self.step, self.start = int(step), int(start)  # newer is larger
 
-    def create(self, arrays: dict[str, Any], config: str) -> None:
+    def create(self, arrays: dict[str, Any], config: str, skipped: int = 0) -> None:
         """Writes the description of the checkpoint, on the first host."""
         about = {"format": FORMAT, "step": self.step, "config": config, "arrays": arrays}
+        about |= {"skipped": skipped} if skipped else {}  # updates in a row
         storage.write_group(self.path, about)
         # A zarr library lists a folder's entries only if the folder is a group.
         folders = {str(folder) for name in arrays for folder in PurePosixPath(name).parents}
@@ -221,10 +223,13 @@ class Checkpoint:
             problem = f"has a config of another version: {error}"
             raise CheckpointError(f"{self.path} {problem}") from None
 
-    def check(self, model: Any, arrays: dict[str, Any], prefix: str, cure: str) -> None:
+    def check(
+        self, model: Any, arrays: dict[str, Any], prefix: str, cure: str, of_model: str = ""
+    ) -> None:
         """Checks that the checkpoint fits `model`, a config's section of that name (or {}), and
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
-        Raises CheckpointError with the first difference and the cure."""
+        Raises CheckpointError with the first difference and the cure, and `of_model` if it is one
+        of the section."""
         config = flat(self.settings.get("model") or {})
         # An older version's config lacks keys for features that null, false or 0 switch off.
         here = {f"model.{key}": value for key, value in model.items() if key in config or value}
@@ -233,13 +238,18 @@ class Checkpoint:
         there |= {f"model.{key}": x for key, x in unknown.items()}
         here |= {name: array["attributes"]["type"] for name, array in arrays.items()}
         there |= {name: array.attrs["type"] for name, array in self.arrays.items()}
-        for name in dict.fromkeys([*here, *there]):
-            saved, wanted = there.get(name, "missing"), here.get(name, "missing")
-            if saved != wanted and name.startswith(("model.", prefix)):
-                # Moments alone differ: AdamW has `nu` of each weight, Muon of some.
-                what = "optimizer" if name.startswith("nu/") else "model"
-                difference = f"{name} is {saved} in the checkpoint but {wanted} here"
-                raise CheckpointError(f"{self.path} has a different {what}: {difference}; {cure}")
+        differ = [x for x in {**here, **there} if here.get(x, MISSING) != there.get(x, MISSING)]
+        differ = [name for name in differ if name.startswith(("model.", prefix))]
+        for name in differ[:1]:
+            saved, wanted = (as_text(x.get(name, MISSING)) for x in (there, here))
+            what = "model"
+            if name.startswith("nu/"):  # AdamW has these moments of each weight, Muon of some
+                what, optimizer = "optimizer", self.settings["training"]["optimizer"]
+                cure = f"set training.optimizer={optimizer}, or start from its weights alone"
+            elif name.startswith("model."):
+                cure += of_model
+            difference = f"{name} is {saved} in the checkpoint but {wanted} here"
+            raise CheckpointError(f"{self.path} has a different {what}: {difference}; {cure}")
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:
@@ -284,12 +294,14 @@ class Checkpoints:
     policy: CheckpointsConfig = KEEP_ALL
     say: Callable[[str], None] = print
     key: str = "paths.model_name"  # the setting that error messages suggest to change
+    other_model: bool = False  # a checkpoint whose section `model` differs isn't refused
 
     def __post_init__(self) -> None:
         self.path = self.path.rstrip("/")
         self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
         self.saving: tuple[Checkpoint, Future[str]] | None = None
         self.unmarked: Checkpoint | None = None  # written by all hosts
+        self.skipped = 0  # updates in a row before the last save
         self.problem = ""  # why the last save failed
         # `newest` is the newest one now; saves don't change it. The first host decides which one
         # it is, because a shared file system may show files to other hosts later.
@@ -302,19 +314,24 @@ class Checkpoints:
         name, now = json.loads(of_all_hosts(json.dumps([name, now]))[0])
         self.newest, self.start = Checkpoint(name), now
 
-    def starting_point(self, clone_from: str, weights_only: bool) -> tuple["Checkpoints", int]:
+    def starting_point(
+        self, clone_from: str, weights_only: bool, other_model: bool = False
+    ) -> tuple["Checkpoints", int]:
         """Returns the checkpoints to start from, and the step to start at. The checkpoints are
         this run's if it has any or `clone_from` is empty, else those at the path `clone_from`.
         Raises CheckpointError if `clone_from` has none, if the newest has a different model, or if
         the run's folder is an import, and OSError if this run can't save its own."""
         source, prefix = self, ""
         if clone_from and not self.newest.step:
-            source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
+            changes: Any = {"key": "paths.clone_from", "other_model": other_model}
+            source = dataclasses.replace(self, path=clone_from, **changes)
             prefix = "weights/" if weights_only else ""
             if not source.newest.step:
                 raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
         if source.newest.step:
             source.check_model(prefix)
+        if self.newest.step:
+            self.skipped = self.newest.metadata.get("skipped", 0)
         folder = os.path.dirname(self.path)
         if imported := [name for name in storage.names(folder) if re.fullmatch(NAME, name)]:
             problem = (
@@ -349,13 +366,15 @@ class Checkpoints:
             if not listed or own in storage.names(self.path):
                 raise OSError("what is written there can't be listed or removed")
 
-    def save(self, step: int, tree: Any, position: Any = None) -> None:
+    def save(self, step: int, tree: Any, position: Any = None, skipped: int = 0) -> None:
         """Copies the parts of a tree that this host's devices hold, then writes them in a thread.
-        `position` is the host's position in a streamed dataset, as JSON.
+        `position` is the host's position in a streamed dataset, as JSON. After `skipped` updates,
+        which may be due to weights that have diverged, the checkpoints before are all kept.
 
         First waits for the previous save, and raises CheckpointError if that failed, like `wait`.
         """
         self.wait()
+        self.skipped = skipped
         leaves, arrays, parts = named(tree), describe(self.hint, self.sizes), []
         for name, leaf in leaves.items():
             arrays[name] = in_chunks(arrays[name], leaf.sharding.shard_shape(leaf.shape))
@@ -373,7 +392,7 @@ class Checkpoints:
         try:
             if host == 0:
                 self._tidy(target)
-                target.create(arrays, self.config)
+                target.create(arrays, self.config, self.skipped)
             opened, submit = target.writable(arrays), self.threads.submit
             writes = [submit(storage.write, opened[name], *part) for name, *part in parts]
             wait(writes)  # for all of them, even if one failed: the next save removes them
@@ -428,8 +447,9 @@ class Checkpoints:
                     complete.append(one)
                 elif one.start <= self.start and (not current or one.order != current.order):
                     one.remove()
-            for one in complete[:-last] if last else []:
-                if not every or one.step % every:
+            first = {one.step // every: one.step for one in reversed(complete)} if every else {}
+            for one in complete[:-last] if last and not self.skipped else []:
+                if one.step < every or one.step not in first.values():
                     one.remove()
         except CheckpointError:
             raise
@@ -477,6 +497,9 @@ class Checkpoints:
             cure = "with paths.clone_from and paths.clone_weights_only=true"
             problem = f"holds only weights; start a new run from them {cure}"
             raise CheckpointError(f"{self.newest.path} {problem}")
-        model, arrays = flat(plain(self.config)["model"]), describe(self.hint, self.sizes)
+        model = {} if self.other_model else flat(plain(self.config)["model"])
+        arrays = describe(self.hint, self.sizes)
         cure = f"choose another {self.key}, or use the checkpoint's config and train.py"
-        self.newest.check(model, arrays, prefix, cure)
+        clones = self.key == "paths.clone_from"
+        of_model = ", or accept it with paths.clone_other_model=true" if clones else ""
+        self.newest.check(model, arrays, prefix, cure, of_model)

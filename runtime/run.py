@@ -41,6 +41,7 @@ from runtime.config import (
     PositiveInt,
     Seconds,
     Section,
+    as_text,
     flat,
     one_of,
     plain,
@@ -65,6 +66,7 @@ class PathsConfig(Section, key="paths"):
     clone_from: Kept
     clone_weights_only: bool
     model_name: Name
+    clone_other_model: bool = False  # checkpoints of earlier versions lack it
 
     def __post_init__(self) -> None:
         folder = pathlib.PurePath(self.model_name)
@@ -258,11 +260,22 @@ def reserved(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def trained_with(config: RunConfig, checkpoint: Checkpoint) -> str:
-    """Lists the settings of training with which a checkpoint was written and that differ now."""
+# Prefixes of keys that change a loss by rounding or not at all.
+ROUNDING = (
+    *("training.microbatches", "training.loss_chunks", "training.unroll"),
+    *("training.validation_interval", "training.validation_at_start"),
+    *("training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation"),
+    "hf_dataset.num_workers",
+)
+
+
+def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
+    """Lists the settings with which a checkpoint was written and that now differ, by more than
+    rounding. Their keys start with one of `keys`, by default those of a model and its training."""
+    keys = keys or ("model.", "training.", "dtype")
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
-    trained = [x for x in now if x.startswith(("model.", "training.", "dtype"))]
-    return ", ".join(f"{x}={before[x]}" for x in trained if before.get(x, now[x]) != now[x])
+    differ = [x for x in now if x.startswith(keys) and before.get(x, now[x]) != now[x]]
+    return ", ".join(f"{x}={as_text(before[x])}" for x in differ if not x.startswith(ROUNDING))
 
 
 def as_begun(config: Any, checkpoint: Checkpoint) -> str:
@@ -336,8 +349,10 @@ def open_folder(
             metrics.rename(renamed)
             say(f"no checkpoint to resume from; renamed the earlier metrics to {renamed.name}")
     replace(folder / "config.yaml", config.encode())
-    with (folder / "starts.jsonl").open("a") as starts:
-        starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
+    starts = folder / "starts.jsonl"
+    start = json.dumps({"first_step": first_step, "config": config} | origin()) + "\n"
+    # As a whole: a full disk could cut off an added line.
+    replace(starts, (starts.read_bytes() if starts.exists() else b"") + start.encode())
     sinks = [json_lines, *(SINKS[name] for name in to)]
     return [make(folder, saved, config) for make in sinks]
 
@@ -369,6 +384,7 @@ class Run(contextlib.ExitStack):
     tokens: int  # of a step
     flops: int  # of a step, the model's
     max_skipped: int  # consecutive skipped updates; one more ends the run
+    skipped: int = 0  # consecutive ones so far, also before this start
 
     def __post_init__(self) -> None:
         if self.first >= self.steps:
@@ -399,7 +415,6 @@ class Run(contextlib.ExitStack):
         self.extra: Row = {}  # what `add_validation` adds to it
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
-        self.skipped = 0  # consecutive skipped updates
         self.due = False  # whether the interval asks for a checkpoint
         self.profile = contextlib.ExitStack()  # closing it ends the profile
 
@@ -589,7 +604,8 @@ class Run(contextlib.ExitStack):
             return 128 + self.stop.received
         typical = statistics.median(self.seconds[1:] or self.seconds)
         each = f"{typical:.3f} s per step (median), {self._speed(typical)}"
-        say(f"done: {self.steps - self.first} steps, {each}")
+        skipped = f"; the last {self.skipped} updates were skipped" if self.skipped else ""
+        say(f"done: {self.steps - self.first} steps, {each}{skipped}")
         return 0
 
     def _print_progress(self, row: Row) -> None:

@@ -50,7 +50,8 @@ def config_of(module: Any, *overrides: str, **options: Any) -> Any:
 def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.State:
     """The state with which train.py starts a run that has these checkpoints."""
     paths = config.paths
-    start = checkpoints.starting_point(paths.clone_from, paths.clone_weights_only)
+    clone = paths.clone_from, paths.clone_weights_only, paths.clone_other_model
+    start = checkpoints.starting_point(*clone)
     return train.starting_state(config, *start, data)
 
 

@@ -170,6 +170,26 @@ def test_a_batch_that_is_left_out(runs, start):
 
 
 @pytest.mark.slow
+def test_a_clone_of_another_model_is_asked_for(runs, capsys):
+    """Its arrays must fit."""
+
+    def start(*overrides):
+        path = f"paths.clone_from={runs / 'whole'}"
+        config = small_config("model.vocab=128", "model.rope_max_timescale=99", path, *overrides)
+        kinds, sizes = train.state_type(config), train.dimensions(config)
+        with jax.set_mesh(mesh(1, 1)):
+            made = Checkpoints(str(runs / "none"), kinds, sizes, config.to_yaml(), 4)
+            helpers.starting_state(config, made, FLAT)
+
+    other = "+paths.clone_other_model=true"
+    with pytest.raises(CheckpointError, match=rf"but 99 here; .*, or accept it with {other[1:]}"):
+        start()
+    start(other)
+    assert capsys.readouterr().out.endswith(", a model with model.rope_max_timescale=100\n")
+    with pytest.raises(CheckpointError, match=r"weights/.*D=4\] in the checkpoint .* train.py$"):
+        start(other, "model.d_head=2")
+
+
 def test_a_clone_starts_from_anothers_whole_state(runs, start):
     """Its metrics are its own: those of an attempt under the same name are put aside."""
     third = checkpoint(runs / "whole", 3)

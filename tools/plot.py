@@ -30,7 +30,7 @@ from configs.schema import unused
 from data.flat_tokens import tokenizer_of
 from runtime.config import as_text, flat, plain, within
 from runtime.errors import user_errors
-from runtime.run import rows_before
+from runtime.run import ROUNDING, rows_before
 from shardlib.errors import UserError
 from tools import arguments
 
@@ -40,13 +40,6 @@ TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "v
 SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "training.", "dtype",
         "flat_tokens.", "hf_dataset.", "paths.clone_")  # fmt: skip
 LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # names of these metrics
-# Prefixes of keys that change a loss only by rounding.
-ROUNDING = (
-    *("training.microbatches", "training.loss_chunks", "training.unroll"),
-    *("training.validation_interval", "training.validation_at_start"),
-    *("training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation"),
-    "hf_dataset.num_workers",
-)
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:

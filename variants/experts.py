@@ -51,7 +51,8 @@ def note(config: Any) -> str:
     each, routing = config.model.experts, config.training.routing
     if not each or (each.bias and routing.bias_rate) or routing.balance_cost:
         return ""
-    cure = "set model.experts.bias=true or training.routing.balance_cost above 0"
+    bias = "training.routing.bias_rate above 0" if each.bias else "model.experts.bias=true"
+    cure = f"set {bias} or training.routing.balance_cost above 0"
     return f"note: nothing evens the loads of experts: {cure}"
 
 

@@ -312,11 +312,24 @@ def test_a_flipped_bit_of_any_byte_is_harmless_or_found(count, two_tiny_ones):
 
 
 ALL = [5, 10, 10, 15, 20, 25, 30]
-KEPT = {(0, 10): ALL, (1, 0): [30], (2, 10): [10, 10, 20, 25, 30]}
+KEPT = {(0, 10): ALL, (1, 0): [30], (2, 10): [10, 10, 20, 25, 30], (1, 7): [10, 10, 15, 25, 30]}
 
 
 def contents(folder):
     return {p: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+def test_nothing_is_removed_after_a_skipped_update(one_device, tmp_path):
+    """A signal asks for a checkpoint though the weights may have diverged. The next start counts
+    on."""
+    for steps, skipped, left in ((5,), 0, [5]), ((10,), 2, [5, 10]), ((15, 20), 0, [20]):
+        checkpoints = opened_tiny(tmp_path, keeping(keep_last=1))
+        checkpoints.starting_point("", True, False)
+        assert checkpoints.skipped == 2 * (left == [20])
+        for step in steps:
+            checkpoints.save(step, tiny_on_mesh(step), skipped=skipped)
+        checkpoints.close()
+        assert sorted(int(p.name.split(".")[0]) for p in tmp_path.iterdir()) == left
 
 
 @pytest.mark.parametrize("keep_last, keep_every", KEPT)
