@@ -154,15 +154,10 @@ def tpu_attention(
     return flash_attention(q, in_order(k, parts), in_order(v, parts), start, position)
 
 
-@typechecked
 def cudnn_attention(
-    q: floating["B L Q K D"],
-    k: floating["B S K D"],
-    v: floating["B S K D"],
-    start: integer["B L"],
-    position: integer["B L"],
-    key_position: integer["B S"],
-) -> floating["B L Q K D"]:
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    start: jax.Array, position: jax.Array, key_position: jax.Array,
+) -> jax.Array:  # fmt: skip
     """Computes attention with cuDNN, which wants query heads that share a key side by side.
     activations.py saves the outputs of its forward kernel."""
     seen = start[:, None, :, None] <= key_position[:, None, None]
