@@ -292,7 +292,7 @@ def figures_of(page):
 def test_the_figures_of_the_page_are_those_of_the_text():
     _, result = audited(*CONFIG[1:], chip="h100")
     chip = chips.CHIPS["h100"]._replace(chosen={"s": "ib"})
-    shown = figures_of(page([result], chip, ""))
+    shown = figures_of(page(result, chip, ""))
     text, terms = audit_text.report(result, chip), audit_text.terms_table(result)
     held = dict(re.findall(r"^(\w[\w ]*?) {2,}([\d.]+ \w?B)$", terms, re.MULTILINE))
     assert held.keys() == result["held"].keys()

@@ -12,8 +12,8 @@ weights.
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
                                  of a git revision; configs missing there are today's
     audit.json=FILE              writes the ledger as JSON
-    audit.html=FILE              writes a page: the figures, or what differs, on its first screen;
-                                 below the source, with the amounts beside its lines
+    audit.html=FILE              writes a page: the figures on its first screen, below the source,
+                                 with the amounts beside its lines, and the text
     audit.least=SHARE            lists rows above this share of a table's total, 0.001 by default
 
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
@@ -101,16 +101,14 @@ def main(config: AuditConfig) -> None:
     result = audit_step(config, probe(config), chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-    text, before = report(result, chip, config.audit.least), []
-    printed = text
+    text = printed = report(result, chip, config.audit.least)
     if config.audit.against:
-        before = [compare.earlier(config.audit.against)]
-        printed = compare.report(before[0], result, chip)
+        printed = compare.report(compare.earlier(config.audit.against), result, chip)
         text = f"{printed}\n\n{text}"
     elif chip:
         text = printed = f"{text}\n\n{roofline(config, chip)}"
     if config.audit.html:
-        pathlib.Path(config.audit.html).write_text(page([*before, result], chip, text))
+        pathlib.Path(config.audit.html).write_text(page(result, chip, text))
     print(printed)
 
 
