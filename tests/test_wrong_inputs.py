@@ -24,7 +24,7 @@ from tests import golden
 from tests.files import save_state, write_tokens
 from tests.helpers import SMALL, compose_config, mesh, random_weights
 from tests.processes import python_at_work
-from tools import flat_tokens_info, huggingface_to_flat_tokens, plan, plot, synthetic_dataset
+from tools import flat_tokens_info, huggingface_to_flat_tokens, plan, plot
 from tools.audit import __main__ as audit
 from tools.compile import __main__ as compiler
 from tools.generate import __main__ as generate
@@ -241,7 +241,6 @@ TOOLS = {
     "generate: a seed that is too large": (generate, ["x", "--seed=99999999999999999999"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
-    "synthetic_dataset: a small vocabulary": (synthetic_dataset, ["x", "--vocab=5"]),
 }
 
 
