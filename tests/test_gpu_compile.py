@@ -113,7 +113,7 @@ def test_the_collectives_are_those_of_the_ledger(program):
         large = [row for row in actual if row.kind == "reduce-scatter" and row.elements > 10**5]
         assert {row.itemsize for row in large} <= {2}
         # The tool's own reading of the program.
-        sent = gpus.read(text, chip_of(program)).sent
+        sent, *_ = gpus.read(text, chip_of(program))
         received = sum(row.times * row.bytes for row in wanted)
         assert sum(row.times * row.bytes for row in sent) == pytest.approx(received)
     assert bool(amounts) == (len(axes) > 1 and not program.topology.endswith(":1"))
@@ -131,7 +131,7 @@ def predicted(program):
 def figures(program):
     """Returns the program's figures in docs/gpus.md, as text."""
     _, _, text, used = built(program)
-    sent = gpus.read(text, chip_of(program)).sent
+    sent, *_ = gpus.read(text, chip_of(program))
     received = sum(row.times * row.bytes for row in sent)
     beside = sum(row.times * row.bytes for row in sent if row.beside > gpus.MICROSECOND)
     return {
@@ -179,7 +179,7 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
         if eqn.primitive.name in PRODUCTS and attention.KERNEL not in path
     }
     products = [row for row in ledger(jaxpr, config.mesh.axes).products if not row.in_kernel]
-    found = gpus.read(text, chip_of(program)).kernels
+    _, found, _ = gpus.read(text, chip_of(program))
     matmuls = [kernel for kernel in found if kernel.what == "matmul"]
     assert {kernel.dtype for kernel in matmuls} == {"bf16"} and wanted == {"bfloat16"}
     needed = sum(row.flops * row.times for row in products)
@@ -190,7 +190,7 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
 def test_attention_runs_a_kernel_forward_and_one_backward_in_each_layer_unrolled_if_dense(program):
     config, _, text, _ = built(program)
     runs = collections.defaultdict(list)
-    for kernel in gpus.read(text, chip_of(program)).kernels:
+    for kernel in gpus.read(text, chip_of(program))[1]:
         if kernel.what != "matmul":
             runs[kernel.what].append(kernel.times)
     layers, each = config.model.layers, config.training.microbatches

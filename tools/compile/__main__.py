@@ -153,7 +153,7 @@ def main(config: CompileConfig) -> None:
         print(f"\n{cycles.report(takes, chip, flops)}")
     else:
         caveat = f"\n\n{gpus.CAVEAT}" if config.topology else ""
-        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}{caveat}")
+        print(f"\n{gpus.report(str(step.as_text()), chip)}{caveat}")
 
 
 if __name__ == "__main__":

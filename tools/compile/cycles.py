@@ -6,6 +6,7 @@ instruction takes no longer than its FLOPs and bytes do at the chip's peak rates
 """
 
 import atexit
+import functools
 import math
 import os
 import pathlib
@@ -49,7 +50,20 @@ def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, s
             yield from inside(each, program)
 
 
-def trip_count(loop: Instruction, program: Program) -> int:
+def in_order(
+    program: Program, trips: Callable[[Instruction], int], computation: str = "", times: int = 1
+) -> Iterator[tuple[Instruction, str, int]]:
+    """Yields the instructions of a scheduled program in their order, each with its computation and
+    how often it runs. In place of a loop, which runs `trips(loop)` times, yields its body."""
+    for call in program[computation].values():
+        if call.op == "while":
+            body = call.called("body")[0]
+            yield from in_order(program, trips, body, times * trips(call))
+        else:
+            yield call, computation, times
+
+
+def trip_count(program: Program, loop: Instruction) -> int:
     """Returns how often a loop runs: it counts from 0 to the constant in its condition."""
     condition = program[loop.called("condition")[0]].values()
     numbers = (i.rest.partition(")")[0] for i in condition if i.op == "constant")
@@ -172,46 +186,39 @@ def estimate(
         exposed = max(0, row.bytes / link / rings * clock - row.overlapped)
         add(call, computation, row.times, exposed, EXPOSED)
 
-    def walk(computation: str, times: int) -> float:
-        """Adds a computation's instructions, and returns its cycles."""
-        now, started = 0.0, dict[str, tuple[Instruction, Sent, float]]()
-        for call in program[computation].values():
-            cycles = float(call.find(r'"estimated_cycles":"(\d+)"') or 0)
-            # On v5e: %async-collective-start.7, fusions that advance it, %async-collective-done.7.
-            # On a SparseCore: %x.call-start, %x.call-update if operands come late, %x.call-done.
-            step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[0])
-            key = step[1] + step[3] if step else call.name
-            if call.op == "while":
-                trips = trip_count(call, program)
-                now += trips * walk(call.called("body")[0], times * trips)
-            elif "tpu_custom_call" in call.rest:
-                known = re.search(f"attention_|{RAGGED}", call.name)
-                cycles = kernel_cycles(call, chip, bundles, window) if bundles and known else 0
-                add(call, computation, times, cycles, "kernels" if known else "kernels not counted")
-                now += cycles
-            elif call.op == "recv" and "megascale" in call.rest:
-                # The buffers have a part for each slice; a device receives all but its own.
-                buffer = size(next(ARRAY.finditer(call.shape))[0])
-                started[call.name] = call, Sent(*buffer, times), now
-            elif call.op == "recv-done" and call.operands()[0] in started:
-                _, row, since = started.pop(call.operands()[0])
-                sent.append(row._replace(overlapped=now - since))
-            elif step and step[2] == "done" and key in started:
-                start, row, since = started.pop(key)
-                send(start, computation, row._replace(overlapped=now - since))
-            elif step and step[2] == "update" and key in started:
-                started[key] = *started[key][:2], now
-            elif cycles:
-                add(call, computation, times, cycles)
-                now += cycles
-            elif sends := payload(call, program, times):
-                if step:
-                    started[key] = call, sends, now
-                else:
-                    send(call, computation, sends)
-        return now
-
-    walk("", 1)
+    # The cycles so far, which count a loop's body as often as it runs.
+    now, started = 0.0, dict[str, tuple[Instruction, Sent, float]]()
+    for call, computation, times in in_order(program, functools.partial(trip_count, program)):
+        cycles = float(call.find(r'"estimated_cycles":"(\d+)"') or 0)
+        # On v5e: %async-collective-start.7, fusions that advance it, %async-collective-done.7.
+        # On a SparseCore: %x.call-start, %x.call-update if operands come late, %x.call-done.
+        step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[0])
+        key = step[1] + step[3] if step else call.name
+        if "tpu_custom_call" in call.rest:
+            known = re.search(f"attention_|{RAGGED}", call.name)
+            cycles = kernel_cycles(call, chip, bundles, window) if bundles and known else 0
+            add(call, computation, times, cycles, "kernels" if known else "kernels not counted")
+            now += times * cycles
+        elif call.op == "recv" and "megascale" in call.rest:
+            # The buffers have a part for each slice; a device receives all but its own.
+            buffer = size(next(ARRAY.finditer(call.shape))[0])
+            started[call.name] = call, Sent(*buffer, times), now
+        elif call.op == "recv-done" and call.operands()[0] in started:
+            _, row, since = started.pop(call.operands()[0])
+            sent.append(row._replace(overlapped=(now - since) / max(times, 1)))
+        elif step and step[2] == "done" and key in started:
+            start, row, since = started.pop(key)
+            send(start, computation, row._replace(overlapped=(now - since) / max(times, 1)))
+        elif step and step[2] == "update" and key in started:
+            started[key] = *started[key][:2], now
+        elif cycles:
+            add(call, computation, times, cycles)
+            now += times * cycles
+        elif sends := payload(call, program, times):
+            if step:
+                started[key] = call, sends, now
+            else:
+                send(call, computation, sends)
     return rows, sent
 
 

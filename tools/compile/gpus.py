@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from runtime import chips
 from runtime.hlo import Instruction, parse
 from tools.audit.ledger import share_received
-from tools.compile.cycles import group_size, inside, size
+from tools.compile.cycles import group_size, in_order, inside, size
 from tools.tables import grouped, show, table
 
 CAVEAT = """\
@@ -131,62 +131,49 @@ def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> 
     return Kernel("matmul", "cuBLAS" if target else "Triton", dtype, times, flops)
 
 
-class Read(NamedTuple):
-    """A step's collectives and kernels, as if loops of unknown length ran once."""
+def read(text: str, chip: chips.Chip) -> tuple[list[Sent], list[Kernel], list[str]]:
+    """Returns the collectives and kernels of a GPU's scheduled program, as if loops of unknown
+    length ran once, and the names of these loops."""
+    program, sent, kernels, unknown = parse(text), list[Sent](), list[Kernel](), list[str]()
 
-    sent: list[Sent]
-    kernels: list[Kernel]
-    unknown: list[str]  # names of these loops
-
-
-def read(text: str, chip: chips.Chip) -> Read:
-    """Reads a GPU's scheduled program."""
-    program = parse(text)
-    found = Read([], [], [])
-
-    def walk(computation: str, times: int) -> float:
-        """Adds a computation's instructions, and returns the seconds of its kernels."""
-        now, started = 0.0, dict[str, tuple[Instruction, float]]()
-        for call in program[computation].values():
-            if call.op == "while":
-                known = call.find(r'known_trip_count":\{"n":"(\d+)"')
-                trips = int(known or 1)
-                if not known:
-                    found.unknown.append(call.name)
-                now += trips * walk(call.called("body")[0], times * trips)
-                continue
-            parts = [(call, computation), *inside(call, program)]
-            for each, of in parts:
-                if kernel := kernel_of(each, program[of], times):
-                    found.kernels.append(kernel)
-                    now += kernel.flops / chip.flops
-            # A collective is a pair of instructions, or one, or is in a computation that one calls.
-            whole = next((each for each, _ in parts if re.fullmatch(COLLECTIVE, each.op)), None)
-            if call.op.endswith("-start"):
-                started[call.name] = whole or call, now
-            elif call.op.endswith("-done") and call.operands()[0] in started:
-                start, since = started.pop(call.operands()[0])
-                add(start, call.shape, times, now - since)
-            elif whole:
-                add(whole, whole.shape, times, 0)
-        return now
+    def trips(loop: Instruction) -> int:
+        known = loop.find(r'known_trip_count":\{"n":"(\d+)"')
+        if not known:
+            unknown.append(loop.name)
+        return int(known or 1)
 
     def add(call: Instruction, shape: str, times: int, beside: float) -> None:
         kind, pairs = call.op.removesuffix("-start"), call.find(r"source_target_pairs=\{(.*?)\}\}")
         count = pairs.count("{") or group_size(call.rest)
         if re.fullmatch(COLLECTIVE, kind) and count > 1:
             whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
-            received = whole * share_received(kind, count)
-            found.sent.append(Sent(kind, count, times, received, beside))
+            sent.append(Sent(kind, count, times, whole * share_received(kind, count), beside))
 
-    walk("", 1)
-    return found
+    # The seconds of kernels so far, which count a loop's body as often as it runs.
+    now, started = 0.0, dict[str, tuple[Instruction, float]]()
+    for call, computation, times in in_order(program, trips):
+        parts = [(call, computation), *inside(call, program)]
+        for each, of in parts:
+            if kernel := kernel_of(each, program[of], times):
+                kernels.append(kernel)
+                now += times * kernel.flops / chip.flops
+        # A collective is a pair of instructions, or one, or is in a computation that one calls.
+        whole = next((each for each, _ in parts if re.fullmatch(COLLECTIVE, each.op)), None)
+        if call.op.endswith("-start"):
+            started[call.name] = whole or call, now
+        elif call.op.endswith("-done") and call.operands()[0] in started:
+            start, since = started.pop(call.operands()[0])
+            add(start, call.shape, times, (now - since) / max(times, 1))
+        elif whole:
+            add(whole, whole.shape, times, 0)
+    return sent, kernels, unknown
 
 
-def report(step: Read, chip: chips.Chip) -> str:
-    """Formats what `read` returns as tables."""
+def report(text: str, chip: chips.Chip) -> str:
+    """Formats the collectives and kernels of a GPU's scheduled program as tables."""
+    sent, kernels, unknown = read(text, chip)
     rows = []
-    groups = grouped(step.sent, lambda row: (row.kind, row.devices))
+    groups = grouped(sent, lambda row: (row.kind, row.devices))
     for (kind, count), found in sorted(groups.items()):
         total = sum(row.times * row.bytes for row in found)
         hidden = sum(row.times * row.bytes for row in found if row.beside > MICROSECOND)
@@ -194,10 +181,10 @@ def report(step: Read, chip: chips.Chip) -> str:
         rows.append((kind, f"{count}", f"{times}", show(total), f"{hidden / total:.0%}"))
     text = table(("collective", "devices", "times", "a device receives", "beside kernels"), rows)
     cells = []
-    kinds = grouped(step.kernels, lambda kernel: (kernel.what, kernel.by, kernel.dtype))
-    for key, kernels in sorted(kinds.items()):
-        count, flops = sum(k.times for k in kernels), sum(k.times * k.flops for k in kernels)
+    kinds = grouped(kernels, lambda kernel: (kernel.what, kernel.by, kernel.dtype))
+    for key, alike in sorted(kinds.items()):
+        count, flops = sum(k.times for k in alike), sum(k.times * k.flops for k in alike)
         cells.append((*key, f"{count}", show(flops, "FLOP"), show(flops / chip.flops, "s")))
     head = ("kernel", "library", "dtype", "times", "computes", "at peak rate")
-    least = "Lower bounds: a loop's length isn't in the program.\n\n" if step.unknown else ""
+    least = "Lower bounds: a loop's length isn't in the program.\n\n" if unknown else ""
     return f"{least}{text}\n\n{table(head, cells)}"
