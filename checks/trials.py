@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -20,17 +19,8 @@ from jax import lax
 from checks import numbers
 from configs.sizes import dimensions
 from data.loader import TokenBatch, random_batch
-from shardlib.types import (
-    ArrayType,
-    Stacked,
-    f32,
-    has_arrays,
-    make_shapes,
-    shard_mapped,
-    type_tree,
-    typed_shard_map,
-    u32,
-)
+from shardlib import types
+from shardlib.types import ArrayType, Stacked, f32, has_arrays, type_tree, typed_shard_map, u32
 from variants.cache import Cache, extend
 
 Trial = tuple[Any, ...]
@@ -40,7 +30,7 @@ def beside_the_step(program: Any) -> dict[str, Any]:
     """The functions under typed_shard_map that the program, variants/ and kernels/ define, by name,
     without the training step and its gradients."""
     rooms = program.__name__, "variants", "kernels"
-    mine = {x for x in shard_mapped if x.__module__.partition(".")[0] in rooms}
+    mine = {x for x in types.shard_mapped if x.__module__.partition(".")[0] in rooms}
     modules = [sys.modules[name] for name in sorted({x.__module__ for x in mine})]
     known = {name: x for each in modules for name, x in vars(each).items() if callable(x)}
     found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
@@ -51,7 +41,7 @@ def out_of_sight(program: Any) -> list[str]:
     """Names the program's functions that make a shard_map only when they are called."""
 
     def makes(code: Any) -> bool:
-        inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+        inner = (x for x in code.co_consts if inspect.iscode(x))
         return bool({"shard_map", "typed_shard_map"} & {*code.co_names}) or any(map(makes, inner))
 
     found = (inspect.unwrap(x) for x in vars(program).values() if callable(x))
@@ -165,7 +155,7 @@ def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:
     ids = random.integers(0, sizes["V"], (rows, length + 1)).astype(np.uint32)
     batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), config.model.start_token)
     kind = Stacked["layers", Cache]
-    shapes = make_shapes(kind, sizes | {"S": length})
+    shapes = types.make_shapes(kind, sizes | {"S": length})
     cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
     yield "forward", forward_logits, (weights, batch), config
     yield "generation", cached_logits, (weights, cache, batch.inputs), config
