@@ -37,8 +37,8 @@ from jax.interpreters import mlir
 
 import train
 from kernels import attention
-from runtime.config import NonNegativeInt, PositiveInt, one_of
 from runtime.program import program
+from runtime.values import NonNegativeInt, PositiveInt, one_of
 from shardlib.activations import save_for_backward
 from tools import benchmark
 from tools.arguments import NOT_USED

@@ -8,20 +8,10 @@ from omegaconf import OmegaConf
 from pydantic import AfterValidator, Field
 
 from data.sources import DataConfig
-from runtime.config import (
-    F32,
-    ROOT,
-    BelowOne,
-    F32OrInf,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-    as_text,
-    flat,
-    one_of,
-)
+from runtime.config import ROOT, Section, as_text, flat
 from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
+from runtime.values import F32, BelowOne, F32OrInf, NonNegativeInt, PositiveInt, one_of
 from shardlib.types import COMPUTE
 from variants.experts import ExpertsConfig, RoutingConfig
 from variants.families import QK_NORMS, RopeScalingConfig

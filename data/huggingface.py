@@ -18,9 +18,9 @@ from jaxtyping import UInt32
 from data import text
 from data.flat_tokens import FILL, Named, checked, decode
 from data.loader import SAME_FILES, Batches, BatchSpec
-from runtime.config import NOT_EMPTY, Path, PositiveInt
 from runtime.run import say
 from runtime.supervise import check_hosts_agree
+from runtime.values import NOT_EMPTY, Path, PositiveInt
 from shardlib.errors import UserError
 
 

@@ -39,8 +39,9 @@ from data.bins import Bins, bin_files, check_end_token
 from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, tokenizer_of
 from data.text import ahead, difference
 from kernels.attention import balanced
-from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import Section
 from runtime.supervise import check_hosts_agree
+from runtime.values import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, one_of
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 

@@ -38,7 +38,8 @@ from fsspec.utils import glob_translate, infer_compression
 from jaxtyping import Int64, UInt32
 
 from data.flat_tokens import Named, checked, decode, encode
-from runtime.config import NOT_EMPTY, Kept, Name, Section, flat
+from runtime.config import Section, flat
+from runtime.values import NOT_EMPTY, Kept, Name
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"

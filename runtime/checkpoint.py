@@ -26,9 +26,10 @@ import zarr
 from omegaconf import OmegaConf
 
 from runtime import storage
-from runtime.config import NonNegativeInt, Path, Section, as_text, flat, load, plain
+from runtime.config import Section, as_text, flat, load, plain
 from runtime.storage import DamageError
 from runtime.supervise import of_all_hosts
+from runtime.values import NonNegativeInt, Path
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, named, type_tree
 

@@ -32,24 +32,11 @@ import numpy as np
 
 from runtime import chips, devices, hlo
 from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig
-from runtime.config import (
-    ROOT,
-    Kept,
-    Name,
-    NonNegativeInt,
-    Path,
-    PositiveInt,
-    Seconds,
-    Section,
-    as_text,
-    flat,
-    one_of,
-    plain,
-    sources,
-)
+from runtime.config import ROOT, Section, as_text, flat, plain, sources
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, check_hosts_agree, locked, of_all_hosts
+from runtime.values import Kept, Name, NonNegativeInt, Path, PositiveInt, Seconds, one_of
 from shardlib.errors import UserError
 from shardlib.mesh import axis_group
 from shardlib.types import named

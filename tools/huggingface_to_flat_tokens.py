@@ -26,8 +26,8 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit, counted
 from runtime import storage
-from runtime.config import NOT_EMPTY, Path
 from runtime.program import program
+from runtime.values import NOT_EMPTY, Path
 from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at most that much work

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import dropless
-from runtime.config import F32, PositiveInt, Section, one_of
+from runtime.config import Section
 from runtime.initial import bias, into_residual, matrix
+from runtime.values import F32, PositiveInt, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, compute, f32, pytree_dataclass, typechecked

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.config import F32, PositiveInt, Section, one_of
+from runtime.config import Section
 from runtime.initial import bias, gain
+from runtime.values import F32, PositiveInt, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import choose, compute, f32, pytree_dataclass, typechecked, u32

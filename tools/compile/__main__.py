@@ -26,10 +26,10 @@ from jax.experimental import topologies
 import train
 from checks import preflight
 from runtime import chips
-from runtime.config import PositiveInt
 from runtime.devices import mesh_over
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
+from runtime.values import PositiveInt
 from shardlib.errors import UserError
 from shardlib.mesh import show_axes
 from tools.arguments import NOT_USED
