@@ -192,12 +192,8 @@ def over_blocks(
     def step(totals: Any, block: Block) -> tuple[Any, tuple[()]]:
         choice = lax.dynamic_slice_in_dim(choices, block.first, size)
         token, own = choice // chosen.shape[1], jnp.arange(size)[:, None] < block.own
-        operands = (
-            picked(x, token),
-            picked(score.ravel(), choice),
-            *(w[block.expert] for w in weights),
-        )
-        return add(totals, block, token, own, operands), ()
+        given = picked(x, token), picked(score.ravel(), choice), *(w[block.expert] for w in weights)
+        return add(totals, block, token, own, given), ()
 
     return lax.scan(step, start(choices.size), blocks_of(load, count, size))[0], place
 
@@ -230,16 +226,13 @@ def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...
         by_x, by_score, *of_block = pull(jnp.where(own, picked(grad, token), 0))
         xs = lax.dynamic_update_slice_in_dim(xs, by_x, block.first, axis=0)
         scores = lax.dynamic_update_slice_in_dim(scores, by_score, block.first, axis=0)
+
+        def put(w: jax.Array, total: jax.Array) -> jax.Array:
+            return lax.dynamic_update_index_in_dim(w, total.astype(w.dtype), block.expert, axis=0)
+
         # An expert's blocks follow each other, so only the current expert's sum is kept in f32.
-        sums = [
-            jnp.where(block.begins, 0, so_far) + new
-            for so_far, new in zip(sums, of_block, strict=True)
-        ]
-        by_weights = [
-            lax.dynamic_update_index_in_dim(w, so_far.astype(w.dtype), block.expert, axis=0)
-            for w, so_far in zip(by_weights, sums, strict=True)
-        ]
-        return xs, scores, sums, by_weights
+        sums = jax.tree.map(lambda x, new: jnp.where(block.begins, 0, x) + new, sums, of_block)
+        return xs, scores, sums, jax.tree.map(put, by_weights, sums)
 
     (xs, scores, _, by_weights), place = over_blocks(inputs, add, start)
     by_x = picked(xs, place).sum(1, dtype=jnp.float32).astype(x.dtype)
