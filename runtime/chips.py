@@ -28,9 +28,9 @@ class Chip(NamedTuple):
 
     def with_rates(self, rates: dict[str, float]) -> "Chip":
         """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
-        such link, or if a rate isn't above 0."""
+        such link, or if a rate isn't above 0 and finite."""
         for link, rate in rates.items():
-            if link not in self.links or not rate > 0:
+            if link not in self.links or not 0 < rate < math.inf:
                 links = ", ".join(f"{link}: {rate:.3g}" for link, rate in self.links.items())
                 problem = f"the rate of {link} can't be {rate:.3g}"
                 raise UserError(f"{problem}: {self.kind} has, in bytes/s, {links}")

@@ -46,8 +46,8 @@ def _unavailable(jax: Any) -> str:
 def user_errors() -> Iterator[None]:
     """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
     memory, or of devices that JAX_PLATFORMS names. Any other exception is a bug and keeps its
-    traceback. If nobody reads the program's output any more, as with `| head -1`, it ends quietly.
-    Characters that the terminal's encoding lacks are printed as escapes.
+    traceback. It ends quietly on Ctrl-C, with exit code 130, and if nobody reads its output any
+    more, as with `| head -1`. Characters that the terminal's encoding lacks are printed as escapes.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as
@@ -66,6 +66,8 @@ def user_errors() -> Iterator[None]:
             raise
         finally:
             _flush()
+    except KeyboardInterrupt:
+        sys.exit(130)  # a loop in a shell then ends, too
     except Exception as error:
         jax: Any = sys.modules.get("jax")  # not imported here, as most tools don't need it
         several_hosts = jax and jax.distributed.is_initialized()

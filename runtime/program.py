@@ -100,7 +100,8 @@ def program(
                     raise UserError(re.sub(r"\+\+(?=[\w.]+=)", "", message)) from error
                 if not jobs:
                     if not any(re.match(PRINTS, argument) for argument in sys.argv[1:]):
-                        raise UserError("jobs run one after the other: leave out hydra/launcher")
+                        problem = "hydra/launcher ran its jobs, or it has none"
+                        raise UserError(f"jobs run one after the other: {problem}")
                     return
                 first, hydra_config = jobs[0]
                 os.environ.update(hydra_config.job.env_set)
@@ -121,6 +122,8 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
+    if names and len({*map(tuple, overrides)}) < max(2, len(jobs)):  # which name its folders
+        raise UserError("a sweep has several jobs, no two alike: else leave out --multirun")
     # Hydra's own; a config may ask for a sweep.
     of_hydra = [a for a in jobs[0][1].overrides.hydra if "hydra.mode=" not in a]
     of_hydra.append("hydra.mode=RUN")

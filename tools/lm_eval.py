@@ -27,7 +27,6 @@ Log-probabilities are over the whole vocabulary, in f32. An answer is greedy unl
 templates aren't applied.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -187,7 +186,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
 
 
 def main() -> None:
-    with user_errors(), contextlib.suppress(KeyboardInterrupt):
+    with user_errors():
         if TemplateLM is object:
             raise UserError("this needs EleutherAI's lm-evaluation-harness: pip install lm-eval")
         if any(x == "-c" or x.startswith("--use_cache") for x in sys.argv):

@@ -34,11 +34,13 @@ from runtime.run import ROUNDING, rows_before
 from shardlib.errors import UserError
 from tools import arguments
 
+matplotlib.rcParams["text.parse_math"] = False  # a run's name may have two $
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "validation loss"}
 # Prefixes of the table's keys, in its order: losses, and the settings that a loss depends on.
 SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "training.", "dtype",
         "flat_tokens.", "hf_dataset.", "paths.clone_")  # fmt: skip
+UNKNOWN = "unknown"  # a tokenizer, of a dataset that isn't here
 LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # names of these metrics
 
 
@@ -50,7 +52,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         config = flat(plain(text))
         paths = re.findall("filespec: ([^:\n]+)$", text, re.MULTILINE)
         names = (recorded.name for recorded in map(tokenizer_of, paths) if recorded)
-        unknown = f"unknown, {config.get('model.vocab')} ids"
+        unknown = f"{UNKNOWN}, {config.get('model.vocab')} ids"
         named = config.get("hf_dataset.tokenizer"), *names
         config["tokenizer"] = next(filter(None, named), unknown)
         lines, damaged = rows_before(folder / "metrics.jsonl", math.inf)
@@ -60,6 +62,9 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         if missing := {"step", "loss", "tokens_per_second"} - {*run}:
             raise ValueError(f"no row has {' or '.join(sorted(missing))}")
         steps = run["step"].astype(int)
+        if first := steps.min():  # of a clone
+            said = f"counts the tokens before step {first} in batches of its own size"
+            print(f"note: {folder} {said}", file=sys.stderr)
         starts, start = starts_of_steps(folder, config, steps.max() + 1)
         batches = [x["training.tokens.batch"] * x["training.tokens.len"] for x in starts]
         tokens = np.array(batches, int)[start]
@@ -130,7 +135,7 @@ def draw(
                 raise
             print(f"warning: {error}", file=sys.stderr)
     folders, configs, runs = zip(*found, strict=True)
-    names = [folder.name for folder in folders]
+    names = [folder.resolve().name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
     # A name that begins with _ would get no label.
@@ -149,7 +154,8 @@ def draw(
         runs = tuple(run[run["tokens"] >= start] for run in runs)
     tokenizers = {config["tokenizer"] for config in configs}
     nats = "nats per byte" if tokenizers == {"bytes_utf8"} else "nats per token"
-    nats += "; the tokenizers differ" if len(tokenizers) > 1 else ""
+    differ = "may differ" if any(x.startswith(UNKNOWN) for x in tokenizers) else "differ"
+    nats += f"; the tokenizers {differ}" if len(tokenizers) > 1 else ""
     longest = max(run["seconds"].max() for run in runs)
     unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "seconds")
     columns = max(1, 150 // (max(map(len, names)) + 10))

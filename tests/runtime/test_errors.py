@@ -19,10 +19,15 @@ def test_a_users_mistake_is_one_line(mistake):
         raise mistake
 
 
-@pytest.mark.parametrize("kind", [ValueError, AssertionError, TypeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [ValueError, AssertionError, TypeError])
 def test_a_bug_keeps_its_traceback(kind):
     with pytest.raises(kind), user_errors():
         raise kind
+
+
+def test_an_interrupt_is_no_success():
+    with pytest.raises(SystemExit, match=r"^130$"), user_errors():
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

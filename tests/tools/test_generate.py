@@ -383,11 +383,14 @@ def test_each_token_is_predicted_once_after_its_row_so_far(in_f32, length, of_on
         opened = model(config, weights)
         actual = generate.evaluate(opened, codec, data, length, None)
         part = generate.evaluate(opened, codec, data, length, 1)
+        fewer = generate.evaluate(opened, codec, data, length, 1, rows=4)
+        whole, longer = (generate.evaluate(opened, codec, data, n, None) for n in (222, 10**6))
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / np.log(2) / size:.4f} bits per byte"
     )
-    assert f", {of_one} tokens: " in part
+    assert f", {of_one} tokens: " in part and f", {4 * length} tokens: " in fewer
+    assert whole == longer, "one row has the whole split"
 
 
 BATCHES = (16, 512), (1, 8192), (8, 1024), (13, 600), (1024, 8)

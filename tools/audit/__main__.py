@@ -103,7 +103,8 @@ def main(config: AuditConfig) -> None:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
     text = printed = report(result, chip, config.audit.least)
     if config.audit.against:
-        printed = compare.report(compare.earlier(config.audit.against), result, chip)
+        before = compare.earlier(config.audit.against, config.audit.chip)
+        printed = compare.report(before, result, chip)
         text = f"{printed}\n\n{text}"
     elif chip:
         text = printed = f"{text}\n\n{roofline(config, chip)}"

@@ -22,9 +22,9 @@ from tools.tables import grouped, show, table, texts
 Result = dict[str, Any]  # of tools.audit's `audit_step`
 
 
-def earlier(against: str) -> Result:
+def earlier(against: str, chip: str) -> Result:
     """Returns the audit to compare with, read from a JSON file or made from a git revision's source
-    with this command's config. Raises UserError if there is no such audit."""
+    with this command's config, for `chip`. Raises UserError if there is no such audit."""
     if pathlib.Path(against).is_file():
         try:
             return dict(json.loads(pathlib.Path(against).read_text()))
@@ -32,8 +32,9 @@ def earlier(against: str) -> Result:
             raise UserError(f"audit.against={against}: it isn't an audit's JSON: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
-        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
-        options += [f"++audit.json={folder}/audit.json"]
+        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit[=.]", a)]
+        given = {"json": f"{folder}/audit.json", "against": "", "chip": chip}
+        options += [f"++audit.{key}={value}" for key, value in given.items()]
         # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
         command = [sys.executable, "-P", "-m", "tools.audit", *options]
         if problem := _failure(command, PYTHONPATH=folder):

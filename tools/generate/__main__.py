@@ -37,7 +37,6 @@ training, the first tokens of a row don't see the row before, so longer rows get
 
 import argparse
 import collections
-import contextlib
 import itertools
 import math
 import pathlib
@@ -62,14 +61,21 @@ from tools.generate.steps import Sampling, continued, padded, scores
 
 
 def evaluate(
-    model: Model, codec: Text | None, data: flat_tokens.FlatTokens, length: int, batches: int | None
+    model: Model,
+    codec: Text | None,
+    data: flat_tokens.FlatTokens,
+    length: int,
+    batches: int | None,
+    rows: int | None = None,
 ) -> str:
-    """Returns a line on how well the model predicts a split, or its first `batches`, in rows of
-    `length`. Batches have about as many tokens as in training. Raises UserError if the model lacks
-    an id of the data."""
+    """Returns a line on how well the model predicts a split, or its first `batches`, in batches of
+    `rows` of `length`; by default they have about as many tokens as in training. Raises UserError
+    if the model lacks an id of the data."""
     config, tokens = model.config, model.config.training.tokens
     check_ids(data.name, data.max_token_id, config.model)
-    rows = padded(max(1, tokens.batch * tokens.len // length))
+    length = min(length, data.token_count)
+    rows = rows or max(1, tokens.batch * tokens.len // length)
+    rows = padded(min(rows, -(-data.token_count // length)))
     size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
         last = min(first + size, data.token_count)
@@ -114,7 +120,8 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
         return False
 
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.ends)
-    made = continued(model, prompts, numbers, args.tokens, args.batch, how, show, args.seed)
+    given = prompts, numbers, args.tokens, args.batch or 16, how, show, args.seed
+    made = continued(model, *given)
     for number, (prompt, new) in enumerate(zip(prompts, made, strict=True)):
         if len(texts) > 1:
             line, sample = divmod(number, args.samples)
@@ -137,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             length = args.length or model.config.training.tokens.len
-            print(evaluate(model, codec, data, length, args.batches))
+            print(evaluate(model, codec, data, length, args.batches, args.batch))
         else:
             write(args, model, model.tokenizer(named))
     print(f"checkpoint: {checkpoint.path}", file=sys.stderr)
@@ -152,6 +159,9 @@ def main() -> None:
     add("--dtype", choices=COMPUTE, help="default: the run's, but f32 for texts on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
+    add(
+        "--batch", type=count, help="texts or rows at a time; default: 16, or the training's tokens"
+    )
     add = parser.add_mutually_exclusive_group().add_argument
     add("--prompt", type=str, help="beginning of the text; default: the start of a document")
     add("--prompts", metavar="FILE", help="generate from each line of a file")
@@ -159,7 +169,6 @@ def main() -> None:
     add = parser.add_argument_group("texts").add_argument
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
-    add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     heat = within(float, 0, math.inf)
     add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
@@ -171,7 +180,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.length or args.batches) and not args.evaluate:
         parser.error("--length and --batches need --evaluate")
-    with user_errors(), contextlib.suppress(KeyboardInterrupt):
+    with user_errors():
         run(args)
 
 
