@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, constants, equations, op_of
+from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, op_of
 from runtime.hlo import phase
 from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
@@ -262,6 +262,7 @@ GATHER = "ops.all_gather it before"
 DRAWN = "each device draws the same; draw for the whole, and ops.split the result"
 CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
+    "dot_general": "use ops.einsum_unreduced or, for a norm of weights, ops.sum_of_squares",
     "reduce_max": "use ops.reduce_max",
     "iota": "use ops.indices",
     "iota of L": "use batch.position, as c changes the order of a row",
@@ -398,6 +399,17 @@ def _same_share(part: Taken, whole: Taken) -> bool:
     return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
+def moved(jaxpr: Any) -> set[tuple[str, tuple[int, ...]]]:
+    """Returns the lines that transpose or reshape arrays, each with the lengths that are moved."""
+    found = set()
+    for eqn, _, line, *_ in equations(jaxpr):
+        if eqn.primitive.name in ("transpose", "reshape"):
+            shape = eqn.invars[0].aval.shape  # type: ignore[attr-defined]
+            order = eqn.params.get("permutation", [None] * len(shape))
+            found.add((line, tuple(n for i, n in enumerate(shape) if order[i] != i and n > 1)))
+    return found
+
+
 # Parameters that are numbers, such as those of top_k and integer_pow.
 COUNTS = "k", "y"
 # Primitives that only hold equations. JAX leaves some without any while it differentiates a loop.
@@ -431,6 +443,10 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
         given = [(x.number, v.aval.dtype) for x, v in given if x.number is not None]
         numbers = [_shown(np.asarray(x).astype(dtype)) for x, dtype in given]
         numbers += [f"{key}={eqn.params[key]}" for key in COUNTS if counts and key in eqn.params]
+        if with_numbers and name == "scan" and carried(eqn).stop == len(eqn.invars):
+            numbers.append(f"length={eqn.params['length']}")
+        if with_numbers and name == "pad":  # what is added at the end depends on lengths
+            numbers += [f"{low} before" for low, *_ in eqn.params["padding_config"] if low]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
         if with_entries and "transpose(" not in path and not name.startswith(("iota", "scatter")):
             text += "".join(f" of {n} entries" for n in _taken_whole(eqn))

@@ -182,6 +182,10 @@ def untried(program: Any, config: Any, pairs: list[Any]) -> str:
         cure = f"define it outside of {hidden[0]}, under typed_shard_map"
         return f"{hidden[0]} maps an unchecked function over devices: {cure}"
     config = tiny(program, config)[-1]
+    only = (
+        "this config computes {}, but {} at the tiny sizes of the check. From there on, the check "
+    )
+    only += "can't tell whether the mesh changes the numbers"
     for function, own, one in pairs:
         if parting := layout.parting(own, one, numbers=True):
             at, here, there = parting
@@ -194,21 +198,28 @@ def untried(program: Any, config: Any, pairs: list[Any]) -> str:
         except Exception:  # at tiny sizes; the tiny runs report it
             continue
         if parting := layout.parting(own, made):
-            at, here, there = parting
-            return (
-                f"{at}: this config computes {here}, but {there} at the tiny sizes of the check. "
-                "From there on, the check can't tell whether the mesh changes the numbers"
-            )
+            return f"{parting[0]}: {only.format(*parting[1:])}"
+        # Muon transposes whole matrices or doesn't, by their lengths, which the mesh leaves alone.
+        lines = {line for line, _ in layout.moved(own) - layout.moved(one)}
+        if unseen := lines - {line for line, _ in layout.moved(made)}:
+            at = min(unseen).replace(" ", ", in ")
+            return f"{at}: {only.format('a transpose or reshape', 'none')}"
     return ""
 
 
-def check_types(program: Any, config: Any) -> list[Any]:
-    """Returns the jaxprs of `probe`. Raises UserError if the types in the program don't hold."""
+def check_types(program: Any, config: Any) -> tuple[list[Any], str]:
+    """Returns the jaxprs of `probe`, and a note if config.check=noted accepts where they hold.
+    Raises UserError if the types in the program don't hold."""
     try:
-        return probe(program, config)
+        return probe(program, config), ""
     except UserError:  # the mesh doesn't fit
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
+        if config.check == "noted":
+            with contextlib.suppress(Exception):
+                alone = _not_split(config)[0]
+                where = show_axes(dict.fromkeys(config.mesh.axes, 1), alone)
+                return probe(program, config, alone), f"types hold only with {where}"
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
         more = _where_they_hold(program, config, error)
         if isinstance(error, OverflowError):
@@ -218,15 +229,23 @@ def check_types(program: Any, config: Any) -> list[Any]:
         raise UserError(f"{problem}\n{explain(error)}{more}") from None
 
 
+def _not_split(config: Any) -> tuple[list[str], list[str]]:
+    """Returns the axes that neither the config's mesh nor that of the tiny runs splits, and those
+    that the config's doesn't."""
+    alone = [axis for axis, size in config.mesh.axes.items() if size == 1]
+    return [axis for axis in alone if axis not in ALWAYS], alone
+
+
 def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
     """Returns a line for an error at probe sizes, or "". It says that the error disappears if the
     config's axes of size 1 have size 1 there too, or at the config's own sizes."""
     axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
-    alone = [axis for axis, size in axes.items() if size == 1]
-    with contextlib.suppress(Exception):  # whatever an edited step raises
-        probe(program, config, alone)
-        where = show_axes(dict.fromkeys(axes, 1), alone)
-        return f"\n    They hold with {where}, as in this config: {cure}"
+    cures = "check=noted accepts it, and compares the numbers", cure
+    for alone, accepted in zip(_not_split(config), cures, strict=True):
+        with contextlib.suppress(Exception):  # whatever an edited step raises
+            probe(program, config, alone)
+            where = show_axes(dict.fromkeys(axes, 1), alone)
+            return f"\n    They hold with {where}, as in this config: {accepted}"
     if isinstance(error, ShardTypeError):
         return ""
     with contextlib.suppress(Exception):
@@ -523,7 +542,7 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 warning = max(filter(None, verdicts), default="")
                 mark.write(warning)
             except UserError as error:
-                problem = str(error)
+                problem = "\n    ".join(filter(None, [str(error), types.said]))
         # The other hosts wait here for the first, as in a step they would count as hung.
         if problem := of_all_hosts(problem)[0]:
             raise UserError(problem)
@@ -542,11 +561,11 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 running.append(stack.enter_context(contextlib.closing(TinyRuns(program, configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
-                probed, pairs = check_types(program, config)
+                (probed, pairs), held = check_types(program, config)
                 if running and (axes := communicating(probed, "permute")):
                     more = TinyRuns(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
-                types.write(untried(program, config, pairs))
+                types.write(held or untried(program, config, pairs))
             if types.said and level == "noted":
                 say(f"note: {types.said}")
         yield wait

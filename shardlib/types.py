@@ -46,7 +46,7 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -638,14 +638,17 @@ class _Signature:
                 check_tree(value, self.hints[name], f"argument `{name}` of {self.name}")
         return bound
 
-    def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
+    def check_result(
+        self, result: Any, given: Collection[int] = ()
+    ) -> list[tuple[str, ArrayType, Any]]:
         if "return" not in self.hints:
             return []
         leaves = check_tree(result, self.hints["return"], f"the result of {self.name}")
         for path, kind, leaf in leaves:
-            # A scalar that varies lacks a sum. But in a pytree_dataclass it may be a weight, which
-            # ops.broadcast makes varying.
-            if kind.spec == Spec() and "." not in path and inside_shard_map():
+            # A scalar that varies lacks a sum. But in a pytree_dataclass, or among the arguments,
+            # whose ids are `given`, it may be a weight, which ops.broadcast makes varying.
+            sums = "." not in path and id(leaf) not in given
+            if kind.spec == Spec() and sums and inside_shard_map():
                 check_replicated(path, kind, leaf)
         return leaves
 
@@ -664,9 +667,9 @@ def typechecked(fn: F) -> F:
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with scope():
-            signature.bind(args, kwargs)
+            given = jax.tree.leaves(signature.bind(args, kwargs).arguments)
             result = fn(*args, **kwargs)
-            signature.check_result(result)
+            signature.check_result(result, {*map(id, given)})
         return result
 
     return typing.cast(F, wrapper)

@@ -45,7 +45,7 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(preflight, "check_types", lambda *_: [ran.append("types"), []])
+        monkeypatch.setattr(preflight, "check_types", lambda *_: ((ran.append("types"), []), ""))
         monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
         monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
@@ -230,6 +230,16 @@ def test_operands_that_depend_on_the_mesh_are_named(line):
         preflight.probe(module, config_of(module, *sizes, "mesh.t=4"))
 
 
+def test_a_transpose_that_tiny_runs_do_not_take_is_named():
+    """Other heads come first on a device than in the whole."""
+    whole = 'w_o = ops.all_gather("M/c/s Q K/t D'
+    code = "mixed = mixed.swapaxes(2, 3).reshape(mixed.shape) if config.d_ff >= 1024 else mixed"
+    module = edited("train.py", (whole, f"{code}\n        {whole}"))
+    small = untried(module, config_of(module, "model.d_ff=512"))
+    found = untried(module, config_of(module, "model.d_ff=1024"))
+    assert ": this config computes a transpose or reshape, but none at" in found and not small
+
+
 def test_a_program_that_python_runs_as_a_file_is_checked(monkeypatch):
     monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
     monkeypatch.setattr(train, "__spec__", None)
@@ -243,12 +253,17 @@ LIMITS = [
     ("config.training.tokens.len // config.mesh.t", "min with 32, but min with 64 on one device. "),
     (f"jax.lax.top_k(jnp.arange(9.0), {ROWS})[0][0]", "top_k with k=3, but top_k with k=2"),
     (f"jnp.asarray(numpy.full(3, {ROWS})).max()", "reduce_max with numbers of checksum "),
+    ("lax.fori_loop(0, nats.shape[0] // 64, lambda _, x: x + 1, 9.0)", "scan with length=0, but "),
+    (
+        "jnp.pad(jnp.ones(9), (nats.shape[0] // 64, 0))[0]",
+        "pad with 1, 0, but pad with 1, 0, 1 bef",
+    ),
 ]
 
 
 @pytest.mark.parametrize("limit, named", LIMITS)
 def test_a_number_that_depends_on_the_mesh_is_named(limit, named):
-    """Tries operands, a primitive's parameter and an array made by NumPy. Tiny sizes hide these."""
+    """Tries operands, parameters of primitives and an array made by NumPy, hidden by tiny sizes."""
     edit = (NATS, f"import numpy\n        {NATS}\n        nats = jnp.minimum(nats, {limit})")
     module = edited("train.py", edit)
     config = config_of(module, "training.tokens={batch: 64, len: 64}")
@@ -309,6 +324,15 @@ def test_an_edit_that_is_right_on_this_mesh_alone(mesh, added):
         preflight.check_types(module, config_of(module, f"mesh={mesh}"))
     line = "They hold with r=1, c=1, t=1, as in this config: check=none trains it, and compares no"
     assert (line in str(error.value)) == added
+
+
+def test_an_edit_that_is_right_if_rows_are_not_split():
+    """The tiny runs don't split them either."""
+    module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    hidden = jnp.cumsum(hidden, 1)"))
+    with pytest.raises(UserError, match=r"with r=1, c=1, as in this config: check=noted accepts"):
+        preflight.check_types(module, config_of(module))
+    _, held = preflight.check_types(module, config_of(module, "check=noted"))
+    assert held == "types hold only with r=1, c=1"
 
 
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*_*.yaml"))

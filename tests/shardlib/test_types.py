@@ -168,6 +168,22 @@ def test_wrong_arguments_and_results(case):
     golden.check("functions.txt", case, raises(WRONG_CALLS[case]))
 
 
+def test_a_scalar_weight_may_pass_through_a_function():
+    """ops.broadcast has made it varying, so that its gradient is summed."""
+
+    @typechecked
+    def both(x: f32["B/d M/t"], heat: f32[""]) -> tuple[f32["B/d M/t"], f32[""]]:
+        return x, heat
+
+    @typed_shard_map
+    def scaled(x: f32["B/d M/t"], heat: f32[""]) -> f32["B/d M/t"]:
+        x, heat = both(x, ops.broadcast(" -> ", heat))
+        return x * heat
+
+    with jax.set_mesh(make_mesh(MESH)):
+        np.testing.assert_array_equal(jax.jit(scaled)(X, np.float32(2)), 2 * X)
+
+
 def test_a_typechecked_function_has_sizes_of_its_own():
     @typechecked
     def double(x: f32["N N"], times: int = 2) -> f32["N N"]:

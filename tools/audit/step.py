@@ -47,7 +47,7 @@ class Probed(NamedTuple):
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = layout.probe_mesh(config.mesh.axes, train.dimensions(config))
-    jaxpr, axes = preflight.check_types(train, config)[0], dict(mesh.shape)
+    jaxpr, axes = preflight.check_types(train, config)[0][0], dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved)
 
