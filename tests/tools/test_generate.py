@@ -26,7 +26,7 @@ from shardlib import types
 from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import Stacked, f32, i32, typed_shard_map, u32
-from tests import golden, oracle
+from tests import golden, helpers, oracle
 from tests.data.test_text import END_OF_MESSAGE, END_OF_TEXT, SPECIAL, write_tokenizer
 from tests.files import edit_config, save_state, write_tokens
 from tests.helpers import assert_close, edited, mesh, plain, small_config
@@ -47,23 +47,9 @@ def tool_for(*edits):
 
 
 def random_weights(config, module=train):
-    """Random weights as a dict of numpy arrays; gains are not 1 and logits are not small."""
+    """Random weights as numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
-        rng = np.random.default_rng(7)
-        shapes = types.make_shapes(module.state_type(config).weights, train.dimensions(config))
-        weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
-    return plain(weights)
-
-
-def placed(kind, weights):
-    """Turns that dict into `kind`, a module's Weights, on the mesh in context."""
-    flat = {**weights, **weights["layers"]}
-
-    def put(path, sharding, like):
-        value = flat.get(path[-1].name)
-        return None if value is None else jax.device_put(value.astype(like.dtype), sharding)
-
-    return jax.tree_util.tree_map_with_path(put, types.make_shardings(kind), types.type_tree(kind))
+        return jax.device_get(helpers.random_weights(module, config))
 
 
 def oracle_logits(weights, inputs, window=10**9, model=oracle):
@@ -72,7 +58,7 @@ def oracle_logits(weights, inputs, window=10**9, model=oracle):
     age = np.arange(length)[:, None] - np.arange(length)
     sees = np.broadcast_to((age >= 0) & (age < window), (len(inputs), length, length))
     position = np.broadcast_to(np.arange(length), inputs.shape)
-    return np.asarray(model.laid_out_logits(weights, inputs, position, sees, TIMESCALE))
+    return np.asarray(model.laid_out_logits(plain(weights), inputs, position, sees, TIMESCALE))
 
 
 def cached_logits(tool, config, weights, inputs, on, start=0):
@@ -92,12 +78,12 @@ def cached_logits(tool, config, weights, inputs, on, start=0):
         return extend(tool.train, weights, cache, inputs, first, start, config, count)
 
     with jax.set_mesh(on):
-        kind, used = Stacked["layers", Cache], tool.train.weights_type(config.model)
-        shapes = types.make_shapes(kind, train.dimensions(config) | {"S": 16})
+        shapes = types.make_shapes(Stacked["layers", Cache], train.dimensions(config) | {"S": 16})
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), shapes)
         parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
+        weights = tool.lay_out(weights)
         for count in 4, 1, 1, 1, 1, 4:
-            given = placed(used, weights), cache, inputs[:, first : first + count]
+            given = weights, cache, inputs[:, first : first + count]
             actual, cache = step(*given, np.int32(first), start, count=count)
             parts.append(actual)
             first += count
@@ -126,10 +112,11 @@ def test_the_logits_are_the_oracles_also_of_an_edited_block(in_f32):
     """Doubles what w_down projects. A patch of docs/experiments.md adds weights."""
     tool = tool_for(("hidden = hidden.astype(", "hidden = (2 * hidden).astype("))
     config, inputs = small_config(), random_inputs()
-    weights = random_weights(config)
+    weights = random_weights(config, tool.train)
     actual = cached_logits(tool, config, weights, inputs, mesh(1, 8))
-    weights["layers"]["w_down"] *= 2
-    assert_close(actual, oracle_logits(weights, inputs), 1e-5)
+    doubled = plain(weights)
+    doubled["layers"]["w_down"] = 2 * doubled["layers"]["w_down"]
+    assert_close(actual, oracle_logits(doubled, inputs), 1e-5)
 
 
 @pytest.mark.slow
@@ -178,8 +165,7 @@ def continued(config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0
 
 def model(config, weights):
     """A stand-in for tools.generate's Model, on the mesh in context."""
-    weights = placed(train.weights_type(config.model), weights)
-    return SimpleNamespace(config=config, weights=weights)
+    return SimpleNamespace(config=config, weights=steps.lay_out(weights))
 
 
 VARIANTS = {
@@ -363,7 +349,7 @@ def losses_of_rows(weights, ids, starts, length):
     begin = at // length * length
     index = np.minimum(begin[:, None] + np.arange(length), at[:, None])
     before, *seen = oracle.layout(ids[index], starts[index], ids[np.maximum(begin - 1, 0)])
-    logits = oracle.laid_out_logits(weights, before, *seen, TIMESCALE)[at, at - begin]
+    logits = oracle.laid_out_logits(plain(weights), before, *seen, TIMESCALE)[at, at - begin]
     return -jax.nn.log_softmax(logits)[at, ids]
 
 
@@ -425,8 +411,7 @@ def run(tmp_path_factory):
         for name, vocab in ("bytes", 264), ("nameless", 128):
             model = f"model.vocab={vocab}"
             config = small_config(f"flat_tokens.filespec={name}.zarr", model)
-            weights = placed(train.state_type(config).weights, random_weights(config))
-            save_state(folder / name, config, weights, 3)
+            save_state(folder / name, config, helpers.random_weights(train, config), 3)
     return folder
 
 

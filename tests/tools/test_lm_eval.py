@@ -9,14 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-import train
 from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shardings
 from tests.data.test_text import trained_tokenizer
 from tests.helpers import assert_close, mesh, small_config
-from tests.tools.test_generate import oracle_logits, placed, random_weights
+from tests.tools.test_generate import oracle_logits, random_weights
 from tools import huggingface_weights
 from tools import lm_eval as tool
 from tools.generate import steps
@@ -34,10 +33,9 @@ def test_scores_are_those_of_the_oracle():
     padded = ids.copy()
     padded[6, 9:] = NO_TOKEN
     with jax.set_mesh(mesh(2, 4)), computing_in("f32"):
-        kind = train.weights_type(config.model)
         batch = TokenBatch.of(padded, np.zeros(ids.shape, np.bool_), 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        found = steps.scores(placed(kind, weights), batch, config.model)
+        found = steps.scores(steps.lay_out(weights), batch, config.model)
         nats, best = (np.array(x) for x in found)
     nats[6, 8:], best[6, 8:] = wanted[6, 8:], False
     likeliest = logits.argmax(-1) == ids[:, 1:]
