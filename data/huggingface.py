@@ -13,11 +13,10 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-from jaxtyping import UInt32
 
 from data import text
-from data.flat_tokens import FILL, Named, checked, decode
-from data.loader import SAME_FILES, Batches, BatchSpec
+from data.flat_tokens import FILL, Named, decode
+from data.loader import SAME_FILES, Batches, BatchSpec, rows_of
 from runtime.run import say
 from runtime.supervise import check_hosts_agree
 from runtime.values import NOT_EMPTY, Path, PositiveInt
@@ -37,15 +36,6 @@ class HuggingFaceConfig(text.TextConfig, key="hf_dataset"):
 
     def tokenizer_used(self, remote: bool = False) -> Named:
         return Named(self.tokenizer)
-
-
-@checked
-def rows_of(
-    encoded: UInt32[np.ndarray, " tokens"], length: int
-) -> UInt32[np.ndarray, "rows {length+1}"]:
-    """Returns the rows of a range of tokens, each preceded by the token before it. The range begins
-    with the token before the first row."""
-    return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
 
 
 class StreamLoader(Batches):

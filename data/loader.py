@@ -168,6 +168,15 @@ def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> Toke
     return jax.tree.map(lambda x: x[:, balanced(length, order)], batch)
 
 
+@checked
+def rows_of(
+    encoded: UInt32[np.ndarray, " tokens"], length: int
+) -> UInt32[np.ndarray, "rows {length+1}"]:
+    """Returns the rows of a range of tokens, each preceded by the token before it. The range begins
+    with the token before the first row."""
+    return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
     """The settings of a run that its batches depend on, for any source of tokens."""
@@ -374,11 +383,9 @@ class Shuffled:
             # Reading the token before a block may unpack another chunk, so each block's last token
             # is remembered.
             known = self.ends.get(first)
-            before = int(known is None)
-            tokens = read(first * self.length - before, last * self.length)
-            rows[:, 1:] = tokens[before:].reshape(-1, self.length)
-            rows[1:, 0] = rows[:-1, -1]
-            rows[0, 0] = tokens[0] if known is None else known
+            tokens = read(first * self.length - (known is None), last * self.length)
+            tokens = tokens if known is None else np.append(np.uint32(known), tokens)
+            rows[:] = rows_of(tokens, self.length)
             self.ends[last] = int(tokens[-1])
             return
         rows[:] = FILL

@@ -48,8 +48,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import flat_tokens
-from data.huggingface import rows_of
-from data.loader import TokenBatch
+from data.loader import TokenBatch, rows_of
 from data.sources import check_same_tokenizer
 from data.text import tokenizer
 from runtime.config import within
