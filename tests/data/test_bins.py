@@ -1,5 +1,6 @@
 """`.bin` files: they give the rows of the same tokens in zarr, and what isn't whole is refused."""
 
+import functools
 import os
 import re
 import shutil
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 
 from data.bins import Bins
-from data.flat_tokens import FlatTokens, FlatTokensError, Writer, encode
-from data.loader import BatchSpec, WeightedDataset
+from data.flat_tokens import FlatTokens, Writer, encode
+from data.loader import WeightedDataset
 from shardlib.errors import UserError
 from tests import golden
-from tests.data.test_loader import config_of
+from tests.data.test_loader import open_loader
 from tests.files import rows, write_tokens
-from tests.helpers import mesh, small_run
+from tests.helpers import small_run
 
 END, VOCAB = 300, 1000
 RANDOM = np.random.default_rng(0)
@@ -71,10 +72,7 @@ FORMS = {
 }
 
 
-def opened(path, vocab=VOCAB, split="train", **changes):
-    with jax.set_mesh(mesh(4, 2)):
-        spec = BatchSpec(8, 12, vocab, 999, io_threads=2)
-        return config_of(path, **changes).open(spec, split)
+opened = functools.partial(open_loader, vocab=VOCAB, length=12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,6 +124,11 @@ def beside(name):
     return lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x" / name))
 
 
+def beginning(content):
+    """Writes a file that begins with this content."""
+    return lambda folder: (folder / "x.bin").write_bytes(99 * content) and f"{folder}/x.bin"
+
+
 @pytest.mark.parametrize("kind", ["uint16", "uint32"])
 def test_few_ids_many_of_them_0_are_read(kind, tmp_path):
     data = Bins(random_ids(tmp_path, 1000, 5, kind), None, kind)
@@ -174,10 +177,9 @@ REFUSED = {
         lambda folder: os.symlink(plain(folder), folder / "x.bin") or f"{folder}/x*.bin",
         {"validation": {"a": "u2.bin"}},
     ),
-    "lit-gpt's": (
-        lambda folder: (folder / "x.bin").write_bytes(b"LITPKDS" * 99) and f"{folder}/x.bin",
-        {},
-    ),
+    "NumPy's": (beginning(np.lib.format.MAGIC_PREFIX), {}),
+    "lit-gpt's": (beginning(b"LITPKDS"), {}),
+    "a pointer of Git LFS": (beginning(b"version https://git-lfs.github.com/spec/v1\n"), {}),
     "Megatron-LM's": (lambda folder: write_megatron(folder / "x.bin", DOCUMENTS), {}),
     "a document per row": (plain, {"sequence_packing": False}),
     "no validation split": (plain, {"split": "validation"}),
@@ -235,12 +237,3 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         assert f"validation_bits_per_byte{when}/c" not in row
     shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
     assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
-
-
-def test_files_of_other_kinds_are_refused(tmp_path):
-    np.save(tmp_path / "x.npy", np.arange(999, dtype=np.uint16))
-    os.rename(tmp_path / "x.npy", tmp_path / "x.bin")
-    (tmp_path / "y.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    for name, problem in ("x", "it is NumPy's .npy"), ("y", "it is a pointer of Git LFS"):
-        with pytest.raises(FlatTokensError, match=problem):
-            Bins(f"{tmp_path}/{name}.bin", None, "uint16")

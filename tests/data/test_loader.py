@@ -40,9 +40,9 @@ def config_of(path, **changes):
     return FlatTokensConfig(**sizes | others | changes)
 
 
-def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), split="train", **changes):
+def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, split="train", length=LENGTH, **changes):
     with jax.set_mesh(make_mesh(axes(*mesh))):
-        spec = BatchSpec(batch, LENGTH, vocab, 999, skip, io_threads=2)
+        spec = BatchSpec(batch, length, vocab, 999, io_threads=2)
         return config_of(path, **changes).open(spec, split)
 
 
