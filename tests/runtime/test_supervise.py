@@ -25,22 +25,17 @@ def start(folder):
     return python_at_work("-c", HELD, folder, stderr=subprocess.DEVNULL)
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_run_is_refused_until_the_first_has_ended(killed, tmp_path):
     folder = tmp_path / "run"
     with start(folder) as process:
         assert process.stdout.readline() == "held\n"
         busy = rf"^{folder} is in use by process {process.pid} on \S+; stop that process, or "
         with pytest.raises(UserError, match=busy), locked(folder):
             pass
+        if killed:
+            process.kill()
     with locked(folder):
-        pass
-
-
-def test_a_killed_run_leaves_the_folder_free_at_once(tmp_path):
-    with start(tmp_path) as process:
-        assert process.stdout.readline() == "held\n"
-        process.kill()
-    with locked(tmp_path):
         pass
 
 
