@@ -12,7 +12,7 @@ import train
 from checks import preflight
 from shardlib.mesh import abstract_mesh
 from shardlib.types import make_shardings
-from tests import oracle
+from tests import helpers, oracle
 from tests.helpers import mesh, plain, slow_but_for, small_config, token_batch
 from tests.test_train import assert_agree, expected, loss_and_grads, random_rows
 from tools.audit.ledger import ledger
@@ -52,22 +52,16 @@ def test_loads_that_nothing_evens_are_noted(options, noted):
 
 
 def step(in_f32, targets, is_start, *options):
-    """Weights before a step, and after it, and its metrics. Starts from biases that have moved."""
+    """The config, weights before a step and after it, and its metrics. Starts from biases that have
+    moved."""
     config = small_config(*settings(costs=False), "training.routing.bias_rate=0.01", *options)
     with jax.set_mesh(mesh(2, 4)):
         state = in_f32.init_state(config)
-        old = state.weights.layers.experts
-        bias = 0.1 * jax.random.normal(jax.random.key(2), old.b_router.shape)
-        moved = dataclasses.replace(old, b_router=bias)
-        layers = dataclasses.replace(state.weights.layers, experts=moved)
-        weights = dataclasses.replace(state.weights, layers=layers)
-        state = dataclasses.replace(state, weights=weights)
-        state = jax.device_put(state, make_shardings(in_f32.state_type(config)))
+        state = dataclasses.replace(state, weights=helpers.random_weights(in_f32, config))
         before = plain(jax.device_get(state.weights))
         batch = token_batch(in_f32.TokenBatch, targets, is_start)
         batch = jax.device_put(batch, make_shardings(in_f32.TokenBatch))
-        hyper = in_f32.hyper_at(0, config.training)
-        state, metrics = jax.device_get(in_f32.training_step(state, batch, hyper, config))
+        state, metrics = jax.device_get(helpers.take_step(in_f32, state, batch, config))
         return config, before, plain(state.weights), metrics
 
 
