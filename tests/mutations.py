@@ -83,6 +83,7 @@ PARTS = {
         VARIANTS, {"wrong": edits.WRONG_WITH_VARIANTS, "right": edits.RIGHT_WITH_VARIANTS}, "dense"
     ),
 }
+AXES = "d", "s", "c", "t"
 AXIS = re.compile(r"(?<=[/:,])[a-z]\b")
 GOLDEN = ROOT / "tests/golden/mutations.txt"
 
@@ -126,14 +127,14 @@ class Tried(NamedTuple):
     source: str
 
 
-def other_strings(text: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def other_strings(text: str) -> Iterator[tuple[str, str]]:
     """Yields variants of a signature with a description: one axis replaced, all axes exchanged, and
     a dimension's axes moved to another dimension of the same array."""
     for match in AXIS.finditer(text):
-        for axis in axes:
+        for axis in AXES:
             if axis != match[0]:
                 yield f"{axis} for {match[0]}", text[: match.start()] + axis + text[match.end() :]
-    exchanged = dict(zip(axes, (*axes[1:], axes[0]), strict=True))
+    exchanged = dict(zip(AXES, (*AXES[1:], AXES[0]), strict=True))
     yield "all axes exchanged", AXIS.sub(lambda match: exchanged[match[0]], text)
     parts = re.split(r"(->|,|\{.*?\})", text)
     for i, array in enumerate(parts[::2]):
@@ -179,18 +180,14 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
     return None
 
 
-def mutations(
-    calls: Collection[Called], axes: tuple[str, ...] = ("d", "s", "c", "t")
-) -> Iterator[Tried]:
+def mutations(calls: Collection[Called]) -> Iterator[Tried]:
     """Yields edits of these calls, named by line, function and kind of edit."""
     for file in sorted({call.file for call in calls}):
         names = {call.place: call.op for call in calls if call.file == file}
-        yield from _of_file(file, names, axes)
+        yield from _of_file(file, names)
 
 
-def _of_file(
-    file: str, names: dict[tuple[int | None, ...], str], axes: tuple[str, ...]
-) -> Iterator[Tried]:
+def _of_file(file: str, names: dict[tuple[int | None, ...], str]) -> Iterator[Tried]:
     source = (ROOT / file).read_text()
     encoded, span = source.encode(), edits.spans(source.encode())
 
@@ -224,7 +221,7 @@ def _of_file(
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
             yield edit(f"{op} twice", call, again)
-        for what, other in other_strings(signature, axes):
+        for what, other in other_strings(signature):
             yield edit(f"{op}: {what}", call.args[0], f'"{other}"')
         if text := by_jnp(op, signature, arguments[1:]):
             yield edit(f"{op} by jnp", call, text)

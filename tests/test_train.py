@@ -27,14 +27,13 @@ from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config,
 from tools.audit.ledger import ledger
 
 
-def random_rows(seed=0, padded=True, length=12):
+def random_rows(seed=0, length=12):
     """Targets and is_start, [8, length], for documents of random lengths."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(1, 48, (8, length)).astype(np.uint32)
     is_start = rng.random((8, length)) < 0.2
     is_start[:4, 0] = True  # the other rows may continue a document
-    if padded:
-        targets[7, 3 * length // 4 :] = 0
+    targets[7, 3 * length // 4 :] = 0
     return targets, is_start
 
 

@@ -93,9 +93,9 @@ def block_of(config, layer):
     return f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
 
 
-def random_tensors(config, dtype=np.float32, seed=0):
+def random_tensors(config, dtype=np.float32):
     """Random tensors for a config with all sizes, with gains far from 1 and no small weights."""
-    rng, tensors = np.random.default_rng(seed), {}
+    rng, tensors = np.random.default_rng(0), {}
     M, F = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     D = config.get("head_dim", M // heads)
