@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import train
 from data.flat_tokens import NO_TOKEN
-from runtime.config import ROOT, load
+from runtime.config import ROOT
 from runtime.devices import make_mesh
 from shardlib.types import make_shapes, make_shardings, named
 from tests import mutations
@@ -36,9 +34,7 @@ def mesh(*sizes: int) -> jax.sharding.Mesh:
 
 
 def compose_config(name, *overrides, folder="configs", schema=train.Config) -> "train.Config":
-    with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
-        composed = compose(name, overrides=list(overrides))
-    return load(schema, OmegaConf.to_container(composed, resolve=True))
+    return mutations.composed(schema, folder, name, *overrides)
 
 
 def config_of(module: Any, *overrides: str, **options: Any) -> Any:

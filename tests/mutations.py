@@ -270,11 +270,16 @@ class Verdict(NamedTuple):
     made: tuple[float, ...] = ()
 
 
+def composed(schema: Any, folder: str | pathlib.Path, name: str, *overrides: str) -> Any:
+    """A config in a folder, with overrides, as an object of the class `schema`."""
+    with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
+        given = compose(name, overrides=list(overrides))
+    return runtime.config.load(schema, OmegaConf.to_container(given, resolve=True))
+
+
 def config_of(train: types.ModuleType, settings: Collection[str]) -> Any:
     """A config with these settings, of the class that this copy of train.py defines."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        composed = compose("local_test_synthetic", overrides=[*SETTINGS, *settings])
-    return runtime.config.load(train.Config, OmegaConf.to_container(composed, resolve=True))
+    return composed(train.Config, "configs", "local_test_synthetic", *SETTINGS, *settings)
 
 
 def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
