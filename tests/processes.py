@@ -58,17 +58,17 @@ def is_free(port: int) -> bool:
         return probe.connect_ex(("localhost", port)) != 0
 
 
-def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
-    """Runs a module on several hosts that share 8 devices. Returns what each host printed."""
-    hosts = start_hosts(count, 8 // count, lambda _: ["-m", module, *arguments])
-    printed = [host.communicate(timeout=120) for host in hosts]
+def on_hosts(command, devices=4, cluster=slurm) -> list[str]:
+    """Runs `command(i)` on two hosts, as start_hosts does. Returns what each host printed."""
+    hosts = start_hosts(2, devices, command, cluster=cluster)
+    printed = [host.communicate(timeout=300) for host in hosts]
     assert not any(host.returncode for host in hosts), printed
     return [out for out, _ in printed]
 
 
-def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The ids of some batches, assembled from several hosts, and each host's position."""
-    printed = on_hosts(count, "tests.batches_of_host", json.dumps(asked))
+def batches_on_hosts(**asked: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The ids of some batches, assembled from two hosts, and each host's position."""
+    printed = on_hosts(lambda _: ["-m", "tests.batches_of_host", json.dumps(asked)])
     results = [json.loads(out.splitlines()[-1]) for out in printed]
     batches = []
     for parts in zip(*(host["rows"] for host in results), strict=True):

@@ -68,7 +68,8 @@ def test_two_hosts_train_as_one_does(tmp_path):
         "training.tokens={batch: 16, len: 32}", "training.steps=3", "checkpoint_interval=2",
         "training.validation_interval=3", "flat_tokens.streams=2",
     ]  # fmt: skip
-    printed = on_hosts(2, "train", *arguments, "paths.model_name=two", "num_hosts=2")
+    command = ["-m", "train", *arguments, "paths.model_name=two", "num_hosts=2"]
+    printed = on_hosts(lambda _: command)
     assert "done: 3 steps" in printed[0]
     assert "step" not in printed[1], "the first host speaks for all"
 

@@ -11,7 +11,7 @@ from runtime.run import make_mesh
 from shardlib.errors import UserError
 from tests.files import arrays, rows
 from tests.helpers import small_config
-from tests.processes import python_at_work, slurm
+from tests.processes import on_hosts, python_at_work, slurm
 from tests.torture import ARGUMENTS, LIMIT, NEVER, QUICK, Hosts, complete, start_hosts
 
 # A run saves only when it stops; the number of steps is chosen after that.
@@ -90,10 +90,7 @@ def printed_by(script, *arguments, devices=1, cluster=slurm):
         mesh = f"mesh={{d: {2 * devices}, t: 1}}"
         return ["-W", "error", "-c", CONNECTED + script, mesh, *arguments[i : i + 1]]
 
-    processes = start_hosts(2, devices, command, cluster=cluster)
-    printed = [process.communicate(timeout=300) for process in processes]
-    print(*printed, sep="\n")
-    return [out for out, _ in printed]
+    return on_hosts(command, devices, cluster)
 
 
 @pytest.mark.slow

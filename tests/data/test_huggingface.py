@@ -158,8 +158,8 @@ def test_hosts_read_shards_of_their_own_and_go_on(folder):
     """Each of two hosts has half of every batch's rows."""
     config = vars(open_loader(folder).config)
     request = {"config": config, "shape": (4, LENGTH, 300), "mesh": axes(4, 2)}
-    before, positions = batches_on_hosts(2, **request, steps=(0, 5))
-    after, _ = batches_on_hosts(2, **request, steps=(5, 9), positions=positions)
+    before, positions = batches_on_hosts(**request, steps=(0, 5))
+    after, _ = batches_on_hosts(**request, steps=(5, 9), positions=positions)
     rows = np.stack([*before, *after])
     for host, files in enumerate([(0, 2), (1, 3)]):
         ids = rows[:, 2 * host : 2 * host + 2].ravel()

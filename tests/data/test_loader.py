@@ -142,7 +142,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(path):
     config = vars(config_of(path, streams=2))
     del config["mixture"]
     request = {"config": config, "shape": (8, LENGTH, 1000), "mesh": axes(4, 2)}
-    batches, _ = batches_on_hosts(2, **request, steps=(11, 15))
+    batches, _ = batches_on_hosts(**request, steps=(11, 15))
     for batch, (_, wanted) in zip(batches, opened.from_step(11, 15), strict=True):
         np.testing.assert_array_equal(batch, wanted.targets)
 
