@@ -142,11 +142,10 @@ CASES = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(here):
     """An empty working folder with a small dataset."""
-    monkeypatch.chdir(tmp_path)
     write_tokens("tokens.zarr", [[1 + i, 2, 3, 4, 5, 6, 7] for i in range(40)])
-    return tmp_path
+    return here
 
 
 def contents(folder):

@@ -190,12 +190,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path, monkeypatch):
+def test_what_can_not_be_trained_on_gets_one_message(case, here):
     write, changes = REFUSED[case]
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        list(opened(write(tmp_path), **{"end_token": END} | changes).from_step(0, 20))
-    message = str(error.value).replace(str(tmp_path), "...")
+        list(opened(write(here), **{"end_token": END} | changes).from_step(0, 20))
+    message = str(error.value).replace(str(here), "...")
     assert "\n" not in message
     golden.check("datasets.txt", f".bin: {case}", message)
 

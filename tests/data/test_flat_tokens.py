@@ -133,15 +133,13 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_named(tmp_path, monkeypatch, case):
-    monkeypatch.chdir(tmp_path)
+def test_damage_is_named(here, case):
     with golden.raises("datasets.txt", case, FlatTokensError):
         FlatTokens(make_group("x.zarr", **DAMAGE[case]), "train").validate()
 
 
 @pytest.mark.parametrize("largest", ["x", -1, 2**30 - 1, 1.5, True, [8]], ids=str)
-def test_a_largest_id_that_is_none(tmp_path, monkeypatch, largest):
-    monkeypatch.chdir(tmp_path)
+def test_a_largest_id_that_is_none(here, largest):
     with pytest.raises(FlatTokensError) as error:
         FlatTokens(make_group("x.zarr", largest=largest), "train")
     assert str(error.value) == f"x.zarr/train: max_token_id is {largest!r}, which is not an id"

@@ -27,11 +27,10 @@ from tools.generate import __main__ as generate
 
 
 @pytest.fixture
-def imported(tmp_path, train_here, monkeypatch):
+def imported(here, train_here, monkeypatch):
     """A working folder with a model that was imported with the tokenizer `english`, datasets of
     several, and a function that starts a run, which ends where it would compile."""
-    monkeypatch.chdir(tmp_path)
-    write_tokenizer(tmp_path / "english")
+    write_tokenizer(here / "english")
     shutil.copytree("english", "copy")
     german = trained_tokenizer(["zwei und zwei ist vier, sagt er mir hier"] * 3, SPECIAL)
     PreTrainedTokenizerFast(tokenizer_object=german).save_pretrained("german")
@@ -42,7 +41,7 @@ def imported(tmp_path, train_here, monkeypatch):
         write_tokens(f"{name}.zarr", [[300, 2, 3, 4, 5, 6, 7]] * 16, tokenizer=name)
     config = SMOLLM_2 | {"vocab_size": 320}
     shutil.copytree("english", "hf")
-    write_folder(tmp_path / "hf", config, random_tensors(config))
+    write_folder(here / "hf", config, random_tensors(config))
     given = "import", "hf", "imported", "--config=mine.yaml"
     out, message = train_here(*given, program=huggingface_weights.main)
     assert (out, message) == ("imported and mine.yaml written\n", "")
@@ -53,7 +52,7 @@ def imported(tmp_path, train_here, monkeypatch):
 
     monkeypatch.setattr(Run, "compile", compiles)
     small = "mesh={d: 1, t: 1}", "training.tokens={batch: 8, len: 12}", "paths.model_name=run"
-    small += f"--config-dir={tmp_path}", "--config-name=mine"
+    small += f"--config-dir={here}", "--config-name=mine"
     return lambda *more: train_here(*small, *more)[1].removeprefix("error: ")
 
 

@@ -24,8 +24,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda main: main.__module__)
-def test_the_programs_read_there(program, tmp_path, train_here, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_the_programs_read_there(program, here, train_here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
     out, message = train_here(*PROGRAMS[program], program=program)
-    assert f"{tmp_path}/x" in out + message and not (tmp_path / "~").exists()
+    assert f"{here}/x" in out + message and not (here / "~").exists()

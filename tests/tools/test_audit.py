@@ -146,10 +146,9 @@ def test_the_page_shows_each_file_that_the_step_calls(tmp_path, train_here):
     assert "variants/muon.py" in page
 
 
-def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, train_here, monkeypatch):
-    file = tmp_path / "audit.html"
+def test_the_page_and_the_text_say_which_counts_are_bounds(here, train_here):
+    file = here / "audit.html"
     options = [*CONFIG, "training.microbatches=2", "audit.json=x", f"audit.html={file}"]
-    monkeypatch.chdir(tmp_path)
     out, _ = train_here(*options, program=audit.main)
     rows = json.loads(pathlib.Path("x").read_text())["transfers"]
     marked = [row for row in rows if row["bound"]]
@@ -341,8 +340,7 @@ document.body.dataset.found = JSON.stringify([innerWidth, innerHeight, sideways,
         ["mesh={d: 4, t: 2, r: 2, c: 2}", "model.experts={count: 8, per_token: 2, d_ff: 512}"],
     ],
 )
-def test_the_figures_fit_on_the_first_screen(options, tmp_path, train_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_figures_fit_on_the_first_screen(options, here, train_here):
     run = functools.partial(train_here, program=audit.main)
     if "audit.against=before.json" in options:
         run(CONFIG[0], "audit.json=before.json", options[0], "training.microbatches=2")
@@ -400,16 +398,15 @@ def test_a_clean_tree_does_not_differ_from_its_revision(compared):
 @pytest.mark.parametrize(
     "against", slow_but_for(["text"], ["nowhere", "text", "list", "older", "another_chip"])
 )
-def test_what_cannot_be_compared(against, tmp_path, compared, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("weights: 1")
-    (tmp_path / "list").write_text("[1, 2]")
+def test_what_cannot_be_compared(against, here, compared):
+    (here / "text").write_text("weights: 1")
+    (here / "list").write_text("[1, 2]")
     if against in ("older", "another_chip"):
         compared("audit.chip=v5e", f"audit.json={against}")
     if against == "older":
-        earlier = json.loads((tmp_path / against).read_text())
+        earlier = json.loads((here / against).read_text())
         del earlier["peak"], earlier["host"]
-        (tmp_path / against).write_text(json.dumps(earlier))
+        (here / against).write_text(json.dumps(earlier))
     out, message = compared(f'audit.against="{against}"')
     assert not out
     message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words

@@ -15,10 +15,9 @@ from tools import bins
 
 
 @pytest.fixture
-def convert(train_here, monkeypatch, tmp_path):
+def convert(train_here, monkeypatch, here):
     """A function that runs the program in a folder, in parts of a few tokens, and returns its
     message."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bins, "PART", 50)
     return lambda *given: train_here(*given, program=bins.main)[1]
 

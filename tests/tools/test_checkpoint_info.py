@@ -42,13 +42,12 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(saved, tmp_path, monkeypatch):
+def folder(saved, here, monkeypatch):
     """Changes to a new folder, and copies the checkpoints to `some` in it."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     shutil.copytree(saved, "some")
-    yield tmp_path / "some"
+    yield here / "some"
     monkeypatch.undo()
     time.tzset()
 

@@ -409,14 +409,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_leaves_one_message_alone(jsonl, tmp_path, mistake, run_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    wanted = ["--config-name=json_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
+def test_a_mistake_leaves_one_message_alone(jsonl, here, mistake, run_here):
+    wanted = ["--config-name=json_files", *arguments(jsonl, here / "x.zarr"), mistake]
     wanted += ["validation_split=validation"] * ("validation:" in mistake)
     _, message = run_here(*wanted)
     assert message.startswith("error: ") and message.count("error: ") == 1
-    assert MISTAKES[mistake].replace("FOLDER", str(tmp_path)) in message
-    assert not (tmp_path / "x.zarr").exists()
+    assert MISTAKES[mistake].replace("FOLDER", str(here)) in message
+    assert not (here / "x.zarr").exists()
 
 
 @pytest.mark.parametrize("name", sorted(x.stem for x in ROOT.glob("configs/convert/[!b]*.yaml")))

@@ -544,12 +544,11 @@ CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_no_such_model_is_refused(case, tmp_path, run, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_such_model_is_refused(case, here, run):
     config, change = CASES[case]
-    change(write_folder(tmp_path / "hf", config, random_tensors(config)))
+    change(write_folder(here / "hf", config, random_tensors(config)))
     check_message(case, *run("import", "hf", "ours"))
-    assert not (tmp_path / "ours").exists()
+    assert not (here / "ours").exists()
 
 
 WRONG = ["x", None, math.inf, [], {"a": 1}, -1, 10**30, 2.5, math.nan]
@@ -589,14 +588,13 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("case", EXPORTS)
-def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "ours" / only(trained).name
+def test_what_can_not_be_exported_is_refused(case, trained, here, run):
+    path = here / "ours" / only(trained).name
     shutil.copytree(only(trained), path)
     change, output = EXPORTS[case]
     change(path)
     check_message(case, *run("export", "ours", output))
-    assert not (tmp_path / "hf/config.json").exists()
+    assert not (here / "hf/config.json").exists()
 
 
 VALUES = '    w_v: compute["M'

@@ -260,10 +260,9 @@ def test_smoothing_is_a_mean_of_falling_weights():
         ("lossless", "curves.svg", "lossless has no readable metrics: no row has loss"),
     ],
 )
-def test_a_mistake_gets_one_message(run, output, problem, tmp_path, train_here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path, "run", 0.1, [1.0])
-    (make_run(tmp_path, "lossless", 0.1, []) / "metrics.jsonl").write_text('{"step": 0}\n' * 2)
+def test_a_mistake_gets_one_message(run, output, problem, here, train_here):
+    make_run(here, "run", 0.1, [1.0])
+    (make_run(here, "lossless", 0.1, []) / "metrics.jsonl").write_text('{"step": 0}\n' * 2)
     _, message = train_here(run, "--output", output, program=plot.main)
     assert message.startswith(f"error: {problem}") and "\n" not in message
     assert not pathlib.Path(output).is_file()
