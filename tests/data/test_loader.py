@@ -52,16 +52,13 @@ def rows_of(opened, number, indices):
     return ids[:, 1:], is_start[:, 1:]
 
 
-def row_numbers(ids):
-    """Returns the number of each packed row, after checking that its tokens are consecutive."""
-    assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
-    return ((ids[:, 0] - 1) // LENGTH).tolist()
-
-
 def first_rows(opened, count):
+    """Returns the numbers of the first packed rows, after checking that tokens are consecutive."""
     batches = -(-count // opened.shape[0])
     rows = (rows_of(opened, step, range(opened.shape[0]))[0] for step in range(batches))
-    return row_numbers(np.concatenate([*rows]))[:count]
+    ids = np.concatenate([*rows])
+    assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
+    return ((ids[:, 0] - 1) // LENGTH).tolist()[:count]
 
 
 @pytest.mark.slow

@@ -39,13 +39,6 @@ from variants.cache import Cache, extend
 TIMESCALE = 100  # of small_config
 
 
-def tool_for(*edits):
-    """The tool for train.py with these edits."""
-    module = edited("train.py", *edits)
-    importing = "import train\n", f"import {module.__name__} as train\n"
-    return edited("tools/generate/steps.py", importing)
-
-
 def random_weights(config, module=train):
     """Random weights as numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
@@ -110,9 +103,11 @@ def test_a_row_does_not_see_the_padding_before_its_start(in_f32):
 
 def test_the_logits_are_the_oracles_also_of_an_edited_block(in_f32):
     """Doubles what w_down projects. A patch of docs/experiments.md adds weights."""
-    tool = tool_for(("hidden = hidden.astype(", "hidden = (2 * hidden).astype("))
+    module = edited("train.py", ("hidden = hidden.astype(", "hidden = (2 * hidden).astype("))
+    importing = "import train\n", f"import {module.__name__} as train\n"
+    tool = edited("tools/generate/steps.py", importing)
     config, inputs = small_config(), random_inputs()
-    weights = random_weights(config, tool.train)
+    weights = random_weights(config, module)
     actual = cached_logits(tool, config, weights, inputs, mesh(1, 8))
     doubled = plain(weights)
     doubled["layers"]["w_down"] = 2 * doubled["layers"]["w_down"]
