@@ -22,7 +22,6 @@ from runtime.schedule import learning_rate, note_of_peak
 from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
 from tests import helpers, oracle
-from tests.files import write_tokens
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tools.audit.ledger import ledger
 
@@ -318,14 +317,6 @@ def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
         weights, seen = train.init_state(config).weights, given(*[batch] * 4)
         assert train.validate(config, weights, seen, lambda: next(asked)) is None
     assert next(asked, "both were asked") == "both were asked"
-
-
-def test_a_run_says_how_much_of_its_rows_is_padding(tmp_path, train_here):
-    path = write_tokens(tmp_path / "data.zarr", [[1, 2, 3]] * 8)
-    source = f"flat_tokens={{filespec: {path}, sequence_packing: false}}"
-    arguments = helpers.small_run(tmp_path, "training.steps=1", source)
-    note = "\nnote: 75% of the batch is padding, which counts in tokens/s and MFU\n"
-    assert note in train_here(*arguments)[0]
 
 
 @pytest.mark.slow

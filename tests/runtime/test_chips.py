@@ -8,6 +8,7 @@ import pytest
 
 from runtime import chips
 from shardlib.errors import UserError
+from tests.files import write_tokens
 from tests.helpers import small_run
 
 # The sizes of r, s and t. Of the third mesh, every third group is on two hosts.
@@ -79,8 +80,12 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
 
 
 def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, train_here, monkeypatch):
+    """It says how much of its rows is padding, too."""
     monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip("cpu", 1e9, 1e9, 1e9, {}))
-    out, message = train_here(*small_run(tmp_path, "training.steps=2"))
+    path = write_tokens(tmp_path / "data.zarr", [[1, 2, 3]] * 8)
+    source = f"flat_tokens={{filespec: {path}, sequence_packing: false}}"
+    out, message = train_here(*small_run(tmp_path, "training.steps=2", source))
     assert not message
+    assert "\nnote: 75% of the batch is padding, which counts in tokens/s and MFU\n" in out
     for line in r"^step 1/2 .*, MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
         assert re.search(line, out, re.MULTILINE), out
