@@ -181,8 +181,8 @@ def test_a_clone_of_another_model_is_asked_for(runs, capsys):
             made = Checkpoints(str(runs / "none"), kinds, sizes, config.to_yaml(), 4)
             helpers.starting_state(config, made, FLAT)
 
-    other = "+paths.clone_other_model=true"
-    with pytest.raises(CheckpointError, match=rf"but 99 here; .*, or accept it with {other[1:]}"):
+    other = "paths.clone_other_model=true"
+    with pytest.raises(CheckpointError, match=rf"but 99 here; .*, or accept it with {other}"):
         start()
     start(other)
     assert capsys.readouterr().out.endswith(", a model with model.rope_max_timescale=100\n")
