@@ -410,8 +410,8 @@ def files_in(builder: Any, file: str) -> Iterator[tuple[str, Callable[[], Any]]]
         *folders, name = os.path.normpath(name).split("/")
         return folders, name
 
-    if not (inside := manager.extract(file)).startswith("zip://::"):
-        yield file, functools.partial(opening, inside)
+    if not re.search(r"\.zip(\?|$)", file.partition("::")[0], re.IGNORECASE):
+        yield file, lambda: opening(manager.extract(file))  # which may read from the web
         return
     opened = opening(file)
     try:
