@@ -104,9 +104,9 @@ def equations(
         fixed = not inner and all(x.fixed for x in operands)
         made = Fact(at_least, operands[0].number if shapes else None, fixed)
         source = _source(eqn, place, operands)
-        whole = len(eqn.outvars) == 1
-        results = {v: source if whole else hash((source, i)) for i, v in enumerate(eqn.outvars)}
-        facts |= {v: made._replace(source=x) for v, x in results.items()}
+        for i, v in enumerate(eqn.outvars):
+            several = len(eqn.outvars) > 1 and isinstance(source, int)
+            facts[v] = made._replace(source=hash((source, i)) if several else source)
         if not inner:
             continue
         length = eqn.params.get("length", 1)

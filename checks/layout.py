@@ -370,9 +370,9 @@ def parting(
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
     None if they agree. Compares ops, and the primitives between them, with what computes their
-    operands in the forward pass; with `numbers` also numbers that don't depend on the arguments;
-    with `entries` also the lengths along which the forward pass reduces. Slices, gathers and
-    scatters at fixed indices along a dimension that is split in `jaxpr` but not in `other` must
+    operands, except in the backward pass; with `numbers` also numbers that don't depend on the
+    arguments; with `entries` also the lengths along which the forward pass reduces. Slices, gathers
+    and scatters at fixed indices along a dimension that is split in `jaxpr` but not in `other` must
     then take the same share, 1/k, of an array's entries: `x[::2]` takes half of a part and of the
     whole, `x[:4]` doesn't."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]

@@ -207,15 +207,16 @@ def untried(program: Any, config: Any, pairs: list[Any]) -> str:
     return ""
 
 
-def check_types(program: Any, config: Any) -> tuple[list[Any], str]:
-    """Returns the jaxprs of `probe`, and a note if config.check=noted accepts where they hold.
-    Raises UserError if the types in the program don't hold."""
+def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[Any], str]:
+    """Returns the jaxprs of `probe`, and "". Raises UserError if the types in the program don't
+    hold. If they do where axes aren't split that neither the config's mesh nor the tiny runs'
+    splits, `noted` accepts that: returns jaxprs where they hold, and a note."""
     try:
         return probe(program, config), ""
     except UserError:  # the mesh doesn't fit
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
-        if config.check == "noted":
+        if noted:
             with contextlib.suppress(Exception):
                 alone = _not_split(config)[0]
                 where = show_axes(dict.fromkeys(config.mesh.axes, 1), alone)
@@ -561,11 +562,15 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 running.append(stack.enter_context(contextlib.closing(TinyRuns(program, configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
-                (probed, pairs), held = check_types(program, config)
+                (probed, pairs), held = check_types(program, config, level == "noted")
                 if running and (axes := communicating(probed, "permute")):
                     more = TinyRuns(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
-                types.write(held or untried(program, config, pairs))
+                said = untried(program, config, pairs)
+                if held:  # which other levels of the check don't accept
+                    types.said = "; ".join(filter(None, [held, said]))
+                else:
+                    types.write(said)
             if types.said and level == "noted":
                 say(f"note: {types.said}")
         yield wait

@@ -50,14 +50,16 @@ class StreamLoader(Batches):
         if not (name := getattr(config, f"{split}_split")):
             raise UserError("to validate, a run needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
-        largest = max(text.tokenizer(config.tokenizer).words())
-        spec.check_vocabulary(f"the tokenizer {config.tokenizer} has ids up to", largest)
         load = {"path": config.path, "name": config.name}
         self.source = text.Source(load, name, config, config.sequences_packed_per_batch)
         found, hosts = self.source.check(), jax.process_count()
         check_hosts_agree({"a dataset": found}, SAME_FILES)
         self.first = {"source": found | {"hosts": hosts}}  # the position at each epoch's start
         self.files = frozenset(self.source.names)
+        largest = max(text.tokenizer(config.tokenizer).words())
+        if largest >= spec.vocab:
+            has = f"the tokenizer {config.tokenizer} has ids up to {largest}"
+            self.source.notes.append(f"{has}; one that model.vocab={spec.vocab} lacks ends the run")
         for note in self.source.notes if split == "train" else ():
             say(f"note: {note}")
         say(f"{self.name} has {text.counted(found['files'], 'file')}")

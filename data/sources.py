@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 from fractions import Fraction
@@ -44,12 +45,14 @@ class DataConfig(Section):
 SOURCES = [x.name for x in dataclasses.fields(DataConfig) if x.name != "other_tokenizer"]
 
 
+@functools.cache
 def kept_by_import(checkpoint: Checkpoint) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept an imported model's tokenizer and
     settings, if a checkpoint is that model or was trained from it, in any number of runs. Returns
-    None otherwise, or if one of these runs allowed another tokenizer."""
+    None otherwise, or if one of these runs allowed another tokenizer. Prints a note if one of the
+    checkpoints is gone or damaged."""
     seen, start = set[str](), checkpoint.start
-    with contextlib.suppress(UserError, OSError):  # a checkpoint is gone or damaged
+    try:
         while checkpoint.path not in seen:
             seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
@@ -62,6 +65,9 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
             if settings.get("other_tokenizer") or "://" in cloned:
                 return None
             start, checkpoint = min(start, checkpoint.start), newest(cloned)
+    except (UserError, OSError) as error:
+        lost = "If it began as an import, that model's settings and tokenizer aren't known"
+        say(f"note: {checkpoint.path} can't be followed: {error}. {lost}")
     return None
 
 
@@ -78,15 +84,20 @@ def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
 
 
 def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
-    """Returns the tokenizer that an import kept, else the dataset's, as the checkpoint records it
-    or, failing that, as the dataset does now. Returns None if there is none."""
+    """Returns the tokenizer of the dataset that a checkpoint records, which may have more tokens
+    than the one that an import kept, if it is on this machine, else the latter, else the
+    dataset's, as the checkpoint or the dataset names it. Returns None if there is none."""
+    made = dict[str, Any]()
+    with contextlib.suppress(UserError):
+        made = made_of_flat_tokens(checkpoint)
+    recorded = Named(str(made.get("tokenizer") or ""), made.get("vocabulary", ""))
+    if recorded.name and os.path.exists(recorded.name):
+        return recorded
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         return Named(kept)
     with contextlib.suppress(UserError):
-        made = made_of_flat_tokens(checkpoint)
-        name = made.get("tokenizer")
-        if name and (os.path.exists(name) or not os.path.isabs(name)):
-            return Named(str(name), made.get("vocabulary", ""))
+        if recorded.name and not os.path.isabs(recorded.name):
+            return recorded
         data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
         return data.source().tokenizer_used()
     return None
@@ -168,7 +179,7 @@ def say_problem_of_start(name: str, start: int) -> None:
 
             name = snapshot_download(name, local_files_only=True)
         if problem := text.problem_of_start(text.tokenizer(name), start):
-            say(f"note: {problem}; an export will refuse this tokenizer")
+            say(f"note: {problem}")
 
 
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str, Batches]]:

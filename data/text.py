@@ -376,7 +376,7 @@ READERS = {
 }
 # Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
-NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize filters on_bad_files"
+NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize"
 
 
 def decompressed(kind: str, file: Any, **_: Any) -> Any:
@@ -397,8 +397,9 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
     fsspec.compression.register_compression(kind, opener, suffix, force=True)
 
 
-def files_in(builder: Any, file: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields the name of a file, or of each file in a zip archive, and a function that opens it."""
+def opened(builder: Any, files: Iterable[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields each file's name, and a function that opens it; in place of a zip archive, the files
+    in it."""
     import datasets
     from datasets.utils.file_utils import xopen
 
@@ -410,29 +411,35 @@ def files_in(builder: Any, file: str) -> Iterator[tuple[str, Callable[[], Any]]]
         *folders, name = os.path.normpath(name).split("/")
         return folders, name
 
-    if not re.search(r"\.zip(\?|$)", file.partition("::")[0], re.IGNORECASE):
-        yield file, lambda: opening(manager.extract(file))  # which may read from the web
-        return
-    opened = opening(file)
-    try:
-        archive = zipfile.ZipFile(opened)
-    except zipfile.BadZipFile as error:
-        opened.close()
-        raise UserError(f"{file} can't be read: {error}") from None
-    weakref.finalize(archive, opened.close)
-    for name in sorted({*archive.namelist()}, key=place):
-        folders, last = place(name)
-        hidden = any(x.startswith(".") and x != ".." for x in (*folders, last))
-        if name.endswith("/") or hidden or "__MACOSX" in folders:
+    @functools.lru_cache(1)  # one stays open while its files are read
+    def archive(file: str) -> zipfile.ZipFile:
+        whole = opening(file)
+        try:
+            weakref.finalize(found := zipfile.ZipFile(whole), whole.close)
+            return found
+        except zipfile.BadZipFile as error:
+            whole.close()
+            raise UserError(f"{file} can't be read: {error}") from None
+
+    def alone(file: str) -> Any:
+        return opening(manager.extract(file))  # which may read from the web
+
+    def member(file: str, name: str) -> Any:  # which may be compressed, too
+        kind = infer_compression(name)
+        return fsspec.compression.compr[kind](archive(file).open(name), mode="rb")
+
+    for file in files:
+        if not re.search(r"\.zip(\?|$)", file.partition("::")[0], re.IGNORECASE):
+            yield file, functools.partial(alone, file)
             continue
-        if ARCHIVES.search(name) or name.lower().endswith(".zip"):
-            raise UserError(f"{name} in {file} is an archive, too: unpack them")
-
-        def member(name: str = name) -> Any:  # which may be compressed, too
-            kind = infer_compression(name)
-            return fsspec.compression.compr[kind](archive.open(name), mode="rb")
-
-        yield f"{name} in {file}", member
+        for name in sorted({*archive(file).namelist()}, key=place):
+            folders, last = place(name)
+            hidden = any(x.startswith(".") and x != ".." for x in (*folders, last))
+            if name.endswith("/") or hidden or "__MACOSX" in folders:
+                continue
+            if ARCHIVES.search(name) or name.lower().endswith(".zip"):
+                raise UserError(f"{name} in {file} is an archive, too: unpack them")
+            yield f"{name} in {file}", functools.partial(member, file, name)
 
 
 # --- The dataset ----------------------------------------------------------------------------------
@@ -470,6 +477,8 @@ class Source:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for name in {"filters", "on_bad_files"} & {*self.load_dataset}:
+            raise UserError(f"load_dataset.{name} isn't implemented: choose rows and files before")
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
             problem = "doesn't apply: files are streamed, and only their text is read. Leave it out"
             cure = "train_split and validation_split choose splits"
@@ -566,7 +575,7 @@ class Source:
                 with open_file() as file:
                     yield from reader(file, self.column, builder.config)
 
-            found = itertools.chain(*(files_in(builder, name) for name, _ in files))
+            found = opened(builder, (name for name, _ in files))
             shards = [(name, functools.partial(rows, open_file)) for name, open_file in found]
         except Exception as error:  # the libraries below raise errors of many types
             where = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}: "
@@ -718,7 +727,8 @@ def check_source(split: str, before: dict[str, Any], now: dict[str, Any]) -> Non
     if differ := [f"{key} {then}, now {here}" for key, then, here in pairs if then != here]:
         problem = f"has changed since the part before was read: {'; '.join(differ)}"
         cure = "delete an unfinished conversion, or clone a run's weights into a new one"
-        raise UserError(f"the split {split} {problem}. Restore it, or start over: {cure}")
+        restore = "Restore it, or the version of this code that read it"
+        raise UserError(f"the split {split} {problem}. {restore}, or start over: {cure}")
 
 
 def units(

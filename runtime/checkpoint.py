@@ -244,9 +244,10 @@ class Checkpoint:
         for name in differ[:1]:
             saved, wanted = (as_text(x.get(name, MISSING)) for x in (there, here))
             what = "model"
-            if name.startswith("nu/"):  # AdamW has these moments of each weight, Muon of some
+            # AdamW has these moments of each weight, Muon of some.
+            if name.startswith("nu/") and MISSING in (saved, wanted):
                 what, optimizer = "optimizer", self.settings["training"]["optimizer"]
-                cure = f"set training.optimizer={optimizer}, or start from its weights alone"
+                cure = f"set training.optimizer={optimizer}, or clone its weights into a new run"
             elif name.startswith("model."):
                 cure += of_model
             difference = f"{name} is {saved} in the checkpoint but {wanted} here"

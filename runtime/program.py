@@ -100,8 +100,8 @@ def program(
                     raise UserError(re.sub(r"\+\+(?=[\w.]+=)", "", message)) from error
                 if not jobs:
                     if not any(re.match(PRINTS, argument) for argument in sys.argv[1:]):
-                        problem = "hydra/launcher ran its jobs, or it has none"
-                        raise UserError(f"jobs run one after the other: {problem}")
+                        cure = "give the sweep values, and leave out hydra/launcher"
+                        raise UserError(f"there are no jobs to run, one after the other: {cure}")
                     return
                 first, hydra_config = jobs[0]
                 os.environ.update(hydra_config.job.env_set)
@@ -123,7 +123,8 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
     if names and len({*map(tuple, overrides)}) < max(2, len(jobs)):  # which name its folders
-        raise UserError("a sweep has several jobs, no two alike: else leave out --multirun")
+        cure = "give a setting several values, or leave out --multirun"
+        raise UserError(f"a sweep has several jobs, no two alike: {cure}")
     # Hydra's own; a config may ask for a sweep.
     of_hydra = [a for a in jobs[0][1].overrides.hydra if "hydra.mode=" not in a]
     of_hydra.append("hydra.mode=RUN")

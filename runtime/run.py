@@ -261,8 +261,11 @@ def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
     rounding. Their keys start with one of `keys`, by default those of a model and its training."""
     keys = keys or ("model.", "training.", "dtype")
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
-    differ = [x for x in now if x.startswith(keys) and before.get(x, now[x]) != now[x]]
-    return ", ".join(f"{x}={as_text(before[x])}" for x in differ if not x.startswith(ROUNDING))
+    # A section that is null has no keys. An earlier version's lacks others, whose values it had.
+    known = [x for x in {**before, **now} if x in before or x.startswith("model.")]
+    pairs = [(x, before.get(x), now.get(x)) for x in known if x.startswith(keys)]
+    differ = [(x, y) for x, y, z in pairs if (y or None) != (z or None)]
+    return ", ".join(f"{x}={as_text(y)}" for x, y in differ if not x.startswith(ROUNDING))
 
 
 def as_begun(config: Any, checkpoint: Checkpoint) -> str:

@@ -175,17 +175,19 @@ def test_a_clone_of_another_model_is_asked_for(runs, capsys):
 
     def start(*overrides):
         path = f"paths.clone_from={runs / 'whole'}"
-        config = small_config("model.vocab=128", "model.rope_max_timescale=99", path, *overrides)
+        scaling = "model.rope_scaling={factor: 4, low_frequency_factor: 1, "
+        scaling += "high_frequency_factor: 4, original_len: 12}"
+        config = small_config("model.vocab=128", scaling, path, *overrides)
         kinds, sizes = train.state_type(config), train.dimensions(config)
         with jax.set_mesh(mesh(1, 1)):
             made = Checkpoints(str(runs / "none"), kinds, sizes, config.to_yaml(), 4)
             helpers.starting_state(config, made, FLAT)
 
     other = "paths.clone_other_model=true"
-    with pytest.raises(CheckpointError, match=rf"but 99 here; .*, or accept it with {other}"):
+    with pytest.raises(CheckpointError, match=rf"factor is null in .*, or accept it with {other}"):
         start()
     start(other)
-    assert capsys.readouterr().out.endswith(", a model with model.rope_max_timescale=100\n")
+    assert ", a model with model.rope_scaling.factor=null, model.rope_" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"weights/.*D=4\] in the checkpoint .* train.py$"):
         start(other, "model.d_head=2")
 

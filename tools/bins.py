@@ -45,7 +45,8 @@ def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int
         raise UserError(f"{output}: the output of a split must end with .bin")
     data, count = FlatTokens(*split_of(source)), 0
     kind = np.dtype("uint16" if max(data.max_token_id, end_token or 0) < 2**16 else "uint32")
-    if header and data.token_count + data.sequence_count >= 2**31:
+    ends = 0 if end_token is None else data.sequence_count
+    if header and data.token_count + ends >= 2**31:
         raise UserError(f"{source} has more ids than the header can count: leave out --header")
     last = end_token  # so that none is written before the first document
     part = pathlib.Path(f"{output}.part")

@@ -88,7 +88,8 @@ class Conversion:
         if "positions" not in saved:
             saved = {}
         for key, before in jax.tree.map(unsigned, saved.get("settings", {})).items():
-            if before != settings.get(key) and key != "skip_not_text":  # whose error ended it
+            went_on = key == "skip_not_text" and not before  # it may have ended at such a row
+            if before != settings.get(key) and not went_on:
                 with_what = f"with {key}={before}, not {settings.get(key)}"
                 cure = "choose another output, or delete it"
                 raise UserError(f"{config.output} is an unfinished conversion {with_what}; {cure}")
@@ -162,10 +163,11 @@ def convert(config: ConvertConfig) -> None:
         for writer in conversion.writers.values():
             writer.text_bytes = None
     for i, source in enumerate(sources):
+        added = [SPLITS[i]] if config.validation_split else SPLITS
         bar = tqdm(
             desc=names[i],
             total=config.max_tokens,
-            initial=conversion.writers[SPLITS[i]].token_count,
+            initial=sum(conversion.writers[split].token_count for split in added),
             unit=" tokens",
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 60,  # in a log file each is a line

@@ -313,13 +313,18 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     return model, length
 
 
+# Entries that older versions of config.json have beside or in place of those of `described`.
+ELSEWHERE = "rope_theta", "rope_scaling", "original_max_position_embeddings", "layer_types"
+
+
 def config_of(model: train.ModelConfig, length: int, more: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json, with the entries `more`, of the first family from which an import
     gives this model back; its own is tried first. Raises UserError if there is none."""
     problems = []
     families = [name for name in FAMILIES if (name in MIXTURES) == bool(model.experts)]
     for family in sorted(families, key=lambda name: name != more.get("model_type")):
-        config = more | described(model, length, family)
+        config = {key: x for key, x in more.items() if key not in ELSEWHERE}
+        config |= described(model, length, family)
         config |= {"model_type": family, "bos_token_id": model.start_token}
         try:
             if (found := model_from(config)[0]) == model:
@@ -465,6 +470,8 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if kept := kept_by_import(source):
         config = json.loads(pathlib.Path(kept, "config.json").read_text())
         length = max(length, model_in(pathlib.Path(kept))[1])
+        if recorded and has_tokenizer(kept) and Text(recorded.name).digest != Text(kept).digest:
+            tokenizer = tokenizer or recorded.name  # the dataset's, which has more tokens
     config = config_of(model, length, config)
     wanted, rope = tensors(model, config["model_type"]), dict(config["rope_parameters"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -472,6 +479,8 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         config |= copy_tokenizer(tokenizer, folder, model, kept)
     elif kept:
         copy_files(SETTINGS, kept, folder)
+        if has_tokenizer(kept) and (said := problem_of_start(Text(kept), model.start_token)):
+            print(f"warning: {said}")
     config.setdefault("transformers_version", importlib.metadata.version("transformers"))
     config |= {
         "architectures": [CLASSES[config["model_type"]]],
@@ -515,7 +524,9 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
         try:
             file = safetensors.safe_open(path, "numpy")
         except safetensors.SafetensorError as error:
-            raise UserError(f"{path} can't be read: {error}") from None
+            pointer = path.read_bytes()[:23] == b"version https://git-lfs"
+            cure = ": it is a pointer of Git LFS: get the file with git lfs pull" if pointer else ""
+            raise UserError(f"{path} can't be read: {error}{cure}") from None
         names = file.keys()
         # Old Llamas store their RoPE frequencies, which follow from the config.
         slices = {n: file.get_slice(n) for n in names if not n.endswith("rotary_emb.inv_freq")}

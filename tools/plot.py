@@ -135,7 +135,7 @@ def draw(
                 raise
             print(f"warning: {error}", file=sys.stderr)
     folders, configs, runs = zip(*found, strict=True)
-    names = [folder.resolve().name for folder in folders]
+    names = [folder.name or folder.resolve().name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
     # A name that begins with _ would get no label.
@@ -154,7 +154,8 @@ def draw(
         runs = tuple(run[run["tokens"] >= start] for run in runs)
     tokenizers = {config["tokenizer"] for config in configs}
     nats = "nats per byte" if tokenizers == {"bytes_utf8"} else "nats per token"
-    differ = "may differ" if any(x.startswith(UNKNOWN) for x in tokenizers) else "differ"
+    named = [x for x in tokenizers if not x.startswith(UNKNOWN)]
+    differ = "differ" if len(named) > 1 else "may differ"
     nats += f"; the tokenizers {differ}" if len(tokenizers) > 1 else ""
     longest = max(run["seconds"].max() for run in runs)
     unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "seconds")

@@ -247,6 +247,26 @@ def test_calls_are_compared_by_what_is_in_them():
     assert differ == ["sin", "cos"]
 
 
+def test_an_op_is_compared_by_its_operands():
+    """What it computes from them depends on the mesh."""
+
+    @ops.define_op
+    def smallest(call: ops.Call, x: jax.Array) -> jax.Array:
+        for _ in range(lax.axis_size("d")):
+            x, _ = lax.sort((x, x), num_keys=1)
+        return x
+
+    def fn(x: f32["B/d M"]) -> f32["B/d M"]:
+        return jnp.sin(smallest("B/d M -> B/d M", x))
+
+    def trace(d):
+        with jax.sharding.use_abstract_mesh(abstract_mesh({"d": d})):
+            shapes = types.make_shapes(f32["B/d M"], {"B": 12, "M": 4})
+            return jax.make_jaxpr(typed_shard_map(fn))(shapes).jaxpr
+
+    assert not layout.parting(trace(3), trace(1))
+
+
 def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
     """The gradient of `scale`, which is replicated, sums over d, as the array that it multiplies
     varies along d."""

@@ -21,7 +21,7 @@ class Running:
     """Takes the place of the processes that compute the numbers."""
 
     made: ClassVar[list["Running"]] = []
-    warning = note = ""
+    warning = note = held = ""
     along: ClassVar[set[str]] = set()
 
     def __init__(self, _, configs):
@@ -45,7 +45,8 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(preflight, "check_types", lambda *_: ((ran.append("types"), []), ""))
+        found = lambda *_: ((ran.append("types"), []), Running.held)  # noqa: E731
+        monkeypatch.setattr(preflight, "check_types", found)
         monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
         monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
@@ -99,6 +100,13 @@ def test_what_is_skipped_is_said(checked, capsys):
     assert checked() == ["types", "numbers"], "numbers need the step's trace"
     with pytest.raises(UserError, match=r"check=no: choose from numbers, noted, types, none"):
         small_config("check=no")
+
+
+def test_types_that_hold_on_this_mesh_alone_are_no_pass_for_other_levels(checked, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "held", "types hold only with c=1")
+        assert checked("check=noted") == ["types", "numbers"]
+    assert checked("check=types") == ["types"]
 
 
 def test_all_hosts_wait_for_the_check_of_the_first_and_end_as_it_does(monkeypatch):
@@ -331,7 +339,7 @@ def test_an_edit_that_is_right_if_rows_are_not_split():
     module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    hidden = jnp.cumsum(hidden, 1)"))
     with pytest.raises(UserError, match=r"with r=1, c=1, as in this config: check=noted accepts"):
         preflight.check_types(module, config_of(module))
-    _, held = preflight.check_types(module, config_of(module, "check=noted"))
+    _, held = preflight.check_types(module, config_of(module), noted=True)
     assert held == "types hold only with r=1, c=1"
 
 

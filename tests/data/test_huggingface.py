@@ -219,7 +219,7 @@ def grow(file):
 
 
 NUMBERS = r"bytes \d+, now \d+; names and sizes \w+, now \w+"
-CURE = r"\. Restore it, or start over: .*, or clone a run's weights into a new one$"
+CURE = r"\. Restore it, or the .*, or start over: .*, or clone a run's weights into a new one$"
 CHANGES = {
     "added": (lambda x: grow(x / "train-4.jsonl"), f"files 4, now 5; {NUMBERS}; shards 4, now 5"),
     "removed": (lambda x: (x / "train-2.jsonl").unlink(), f"files 4, now 3; {NUMBERS}; shards 4, "),

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import train
+from data import sources
 from data.sources import check_same_rows, kept_by_import, open_batches, say_problem_of_start
 from runtime import checkpoint
 from runtime.config import plain
@@ -66,7 +67,9 @@ def test_a_resumed_run_keeps_where_its_weights_come_from(capsys):
     assert capsys.readouterr().out == note
 
 
-def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, train_here, monkeypatch):
+def test_a_dataset_of_another_tokenizer_is_refused(
+    imported, tmp_path, train_here, monkeypatch, capsys
+):
     def refused(case, message):
         golden.check("datasets.txt", f"tokenizer: {case}", message.replace(str(tmp_path), "..."))
 
@@ -100,6 +103,23 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, train_her
     monkeypatch.chdir("/")
     kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
     assert kept == f"{tmp_path}/imported/huggingface", "from any folder"
+    shutil.rmtree(f"{tmp_path}/imported")
+    assert kept_by_import(checkpoint.newest(f"{tmp_path}/clone")) is None
+    lost = "If it began as an import, that model's settings and tokenizer aren't known"
+    assert lost in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_a_runs_dataset_comes_before_the_imports(tmp_path, monkeypatch):
+    """It may have more tokens."""
+    (tmp_path / "english").mkdir()
+    (tmp_path / "english/tokenizer.json").touch()
+    monkeypatch.setattr(sources, "kept_by_import", lambda _: str(tmp_path / "english"))
+    for there in True, False:
+        name = str(tmp_path if there else tmp_path / "gone")
+        positions = [{"tokens": "", "tokenizer": name}]
+        made = types.SimpleNamespace(metadata={"positions": positions})
+        wanted = name if there else str(tmp_path / "english")
+        assert sources.tokenizer_of_model(made).name == wanted
 
 
 def streamed(*overrides):

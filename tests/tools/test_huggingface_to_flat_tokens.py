@@ -8,8 +8,10 @@ import http.server
 import io
 import json
 import lzma
+import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -231,7 +233,7 @@ def test_killed_at_any_write_and_its_source_changed(shards, tmp_path, monkeypatc
     assert not deadly.convert(settings(folder / "*.jsonl", output))
     most, whole, output = deadly.count // 3, contents(output), next(outputs)
     problem = r"train has changed .* read: bytes \d+, now \d+; names and sizes \w+, now \w+\. "
-    problem += "Restore it, or start over: delete an unfinished conversion, or "
+    problem += "Restore it, or the .*, or start over: delete an unfinished conversion, or "
     for number in range(20):
         while not deadly.convert(settings(folder / "*.jsonl", output), rng.randrange(1, most)):
             assert contents(output) == whole
@@ -814,6 +816,19 @@ def test_files_in_a_zip_archive(folder, converted):
         archive.writestr("b/c.tar.gz", "")
     _, message = converted(files, config="text_files")
     assert f"b/c.tar.gz in {folder}/x.zip is an archive, too: unpack them" in message
+
+
+def test_one_zip_archive_is_open_at_a_time(folder, converted):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for i in range(90):
+        with zipfile.ZipFile(folder / f"{i}.zip", "w") as archive:
+            archive.writestr("a.jsonl", json.dumps({"text": str(i)}))
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, hard))
+    try:
+        assert converted()[1] == sorted(map(str, range(90)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_of_a_zip_archive_that_lacks_the_column(folder, converted):

@@ -2,6 +2,7 @@
 `transformers` itself if PyTorch is installed."""
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -820,6 +821,29 @@ def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp
     assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
     assert config_in(tmp_path / "again")["model_type"] == "mistral"
     assert (tmp_path / "again" / template).read_text() == "{{ x }}"
+
+
+def test_tokens_that_a_runs_dataset_adds_are_exported(of_words, tmp_path, run, monkeypatch):
+    config = MISTRAL | {"sliding_window": None, "vocab_size": 320}
+    folder = write_folder(tmp_path / "hf", config, random_tensors(config))
+    shutil.copytree(of_words / "words", folder, dirs_exist_ok=True)
+    assert not run("import", folder, tmp_path / "ours")[1]
+    more = transformers.PreTrainedTokenizerFast.from_pretrained(of_words / "words")
+    more.add_special_tokens({"eos_token": "<|im_end|>"})
+    more.save_pretrained(tmp_path / "more")
+    monkeypatch.setattr(tool, "tokenizer_of_model", lambda _: tool.Named(str(tmp_path / "more")))
+    assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
+    assert config_in(tmp_path / "again")["eos_token_id"] == more.eos_token_id
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert opened.convert_tokens_to_ids("<|im_end|>") == more.eos_token_id
+
+
+def test_a_model_with_another_rope_than_its_import_is_exported():
+    """An older config.json has the RoPE's settings in other places than a newer one."""
+    old = SMOLLM_2 | {"rope_theta": 1e4, "layer_types": ["full_attention"] * 3}
+    model, length = tool.model_from(old)
+    longer = dataclasses.replace(model, rope_max_timescale=500_000)
+    assert tool.model_from(tool.config_of(longer, length, old))[0] == longer
 
 
 def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):

@@ -12,7 +12,7 @@ weights.
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
                                  of a git revision; configs missing there are today's
     audit.json=FILE              writes the ledger as JSON
-    audit.html=FILE              writes a page: the figures on its first screen, below the source,
+    audit.html=FILE              writes a page: the figures on its first screen; below, the source
                                  with the amounts beside its lines, and the text
     audit.least=SHARE            lists rows above this share of a table's total, 0.001 by default
 

@@ -33,8 +33,9 @@ def earlier(against: str, chip: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit[=.]", a)]
-        given = {"json": f"{folder}/audit.json", "against": "", "chip": chip}
-        options += [f"++audit.{key}={value}" for key, value in given.items()]
+        options += [f"++audit.json={folder}/audit.json", *[f"++audit.chip={chip}"] * bool(chip)]
+        if not any(re.match(r"\+*audit(\.against)?=", a) for a in sys.argv):  # a config has it
+            options.append("++audit.against=")
         # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
         command = [sys.executable, "-P", "-m", "tools.audit", *options]
         if problem := _failure(command, PYTHONPATH=folder):

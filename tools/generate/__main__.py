@@ -53,10 +53,11 @@ from data.sources import check_same_tokenizer
 from data.text import tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
+from shardlib.errors import UserError
 from shardlib.types import COMPUTE
 from tools import arguments
 from tools.generate.model import Model, Text, check_ids
-from tools.generate.steps import Sampling, continued, padded, scores
+from tools.generate.steps import Sampling, continued, padded, round_up, scores
 
 
 def evaluate(
@@ -72,7 +73,7 @@ def evaluate(
     if the model lacks an id of the data."""
     config, tokens = model.config, model.config.training.tokens
     check_ids(data.name, data.max_token_id, config.model)
-    length = min(length, data.token_count)
+    length = min(length, round_up(data.token_count))
     rows = rows or max(1, tokens.batch * tokens.len // length)
     rows = padded(min(rows, -(-data.token_count // length)))
     size, nats = rows * length, 0.0
@@ -139,7 +140,10 @@ def run(args: argparse.Namespace) -> None:
             if used := flat_tokens.tokenizer_of(args.evaluate):
                 if not named:
                     check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
-                named = tokenizer(named or used.name).check_unchanged(used).name
+                opened = tokenizer(named or used.name)
+                if named and used.vocabulary not in ("", opened.vocabulary):
+                    raise UserError(f"{args.evaluate} was tokenized with {used.name}, not {named}")
+                named = opened.check_unchanged(used).name
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             length = args.length or model.config.training.tokens.len
