@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -67,7 +68,7 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
             start, checkpoint = min(start, checkpoint.start), newest(cloned)
     except (UserError, OSError) as error:
         lost = "If it began as an import, that model's settings and tokenizer aren't known"
-        say(f"note: {checkpoint.path} can't be followed: {error}. {lost}")
+        print(f"note: {checkpoint.path}: {error}. {lost}", file=sys.stderr)
     return None
 
 

@@ -106,7 +106,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     shutil.rmtree(f"{tmp_path}/imported")
     assert kept_by_import(checkpoint.newest(f"{tmp_path}/clone")) is None
     lost = "If it began as an import, that model's settings and tokenizer aren't known"
-    assert lost in capsys.readouterr().out
+    assert lost in capsys.readouterr().err
 
 
 def test_the_tokenizer_of_a_runs_dataset_comes_before_the_imports(tmp_path, monkeypatch):
