@@ -241,7 +241,7 @@ def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
     """Returns a line for an error at probe sizes, or "". It says that the error disappears if the
     config's axes of size 1 have size 1 there too, or at the config's own sizes."""
     axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
-    cures = "check=noted accepts it, and compares the numbers", cure
+    cures = "in training, check=noted accepts it, and compares the numbers", cure
     for alone, accepted in zip(_not_split(config), cures, strict=True):
         with contextlib.suppress(Exception):  # whatever an edited step raises
             probe(program, config, alone)

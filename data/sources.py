@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
-import sys
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -46,12 +45,13 @@ class DataConfig(Section):
 SOURCES = [x.name for x in dataclasses.fields(DataConfig) if x.name != "other_tokenizer"]
 
 
-@functools.cache
-def kept_by_import(checkpoint: Checkpoint) -> str | None:
+def kept_by_import(
+    checkpoint: Checkpoint, lost: Callable[[str], None] = lambda _: None
+) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept an imported model's tokenizer and
     settings, if a checkpoint is that model or was trained from it, in any number of runs. Returns
-    None otherwise, or if one of these runs allowed another tokenizer. Prints a note if one of the
-    checkpoints is gone or damaged."""
+    None otherwise, or if one of these runs allowed another tokenizer. Calls `lost` with a note if
+    one of the checkpoints is gone or damaged."""
     seen, start = set[str](), checkpoint.start
     try:
         while checkpoint.path not in seen:
@@ -67,8 +67,8 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
                 return None
             start, checkpoint = min(start, checkpoint.start), newest(cloned)
     except (UserError, OSError) as error:
-        lost = "If it began as an import, that model's settings and tokenizer aren't known"
-        print(f"note: {checkpoint.path}: {error}. {lost}", file=sys.stderr)
+        unknown = "If it began as an import, that model's settings and tokenizer aren't known"
+        lost(f"note: {checkpoint.path}: {error}. {unknown}")
     return None
 
 
@@ -85,23 +85,22 @@ def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
 
 
 def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
-    """Returns the tokenizer of the dataset that a checkpoint records, which may have more tokens
-    than the one that an import kept, if it is on this machine, else the latter, else the
-    dataset's, as the checkpoint or the dataset names it. Returns None if there is none."""
-    made = dict[str, Any]()
+    """Returns the tokenizer that an import kept, or the dataset's if that one has more tokens or
+    there is no other, as the checkpoint records it or, failing that, as the dataset does now.
+    Returns None if there is none."""
+    found: Named | None = None
     with contextlib.suppress(UserError):
         made = made_of_flat_tokens(checkpoint)
-    recorded = Named(str(made.get("tokenizer") or ""), made.get("vocabulary", ""))
-    if recorded.name and os.path.exists(recorded.name):
-        return recorded
+        name = made.get("tokenizer")
+        if name and (os.path.exists(name) or not os.path.isabs(name)):
+            found = Named(str(name), made.get("vocabulary", ""))
+        else:
+            data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
+            found = data.source().tokenizer_used()
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
-        return Named(kept)
-    with contextlib.suppress(UserError):
-        if recorded.name and not os.path.isabs(recorded.name):
-            return recorded
-        data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
-        return data.source().tokenizer_used()
-    return None
+        local = found and os.path.exists(found.name)
+        return found if found and local and text.extends(found, Named(kept)) else Named(kept)
+    return found
 
 
 def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) -> None:

@@ -248,6 +248,16 @@ def difference(one: Named, other: Named) -> str:
     return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
 
 
+def extends(one: Named, other: Named) -> bool:
+    """Returns whether a tokenizer has all of another's tokens, and more. False if it has changed or
+    can't be opened."""
+    with contextlib.suppress(UserError):
+        more, fewer = (tokenizer(x.name).check_unchanged(x).slow for x in (one, other))
+        if more is not None and fewer is not None:
+            return bool(more.get_vocab().items() > fewer.get_vocab().items())
+    return False
+
+
 def problem_of_start(used: Tokenizer, start: int) -> str:
     """Says why a tokenizer doesn't suit a model whose documents begin with the id `start`: it puts
     another id first, or it puts none first and `start` is an ordinary word. Else returns ""."""
@@ -422,7 +432,9 @@ def opened(builder: Any, files: Iterable[str]) -> Iterator[tuple[str, Callable[[
             raise UserError(f"{file} can't be read: {error}") from None
 
     def alone(file: str) -> Any:
-        return opening(manager.extract(file))  # which may read from the web
+        if (inside := manager.extract(file)).startswith("zip://::"):  # by its first bytes
+            raise UserError(f"{file} is a zip archive: rename it, with .zip at the end")
+        return opening(inside)
 
     def member(file: str, name: str) -> Any:  # which may be compressed, too
         kind = infer_compression(name)
@@ -477,8 +489,10 @@ class Source:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in {"filters", "on_bad_files"} & {*self.load_dataset}:
-            raise UserError(f"load_dataset.{name} isn't implemented: choose rows and files before")
+        for name in ("filters", "on_bad_files"):
+            if self.load_dataset.get(name) is not None:
+                cure = "filter the files before you read them here"
+                raise UserError(f"load_dataset.{name} isn't implemented: {cure}")
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
             problem = "doesn't apply: files are streamed, and only their text is read. Leave it out"
             cure = "train_split and validation_split choose splits"

@@ -123,7 +123,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
     if names and len({*map(tuple, overrides)}) < max(2, len(jobs)):  # which name its folders
-        cure = "give a setting several values, or leave out --multirun"
+        cure = "give a setting several values, or start a run instead"
         raise UserError(f"a sweep has several jobs, no two alike: {cure}")
     # Hydra's own; a config may ask for a sweep.
     of_hydra = [a for a in jobs[0][1].overrides.hydra if "hydra.mode=" not in a]

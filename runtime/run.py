@@ -261,11 +261,15 @@ def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
     rounding. Their keys start with one of `keys`, by default those of a model and its training."""
     keys = keys or ("model.", "training.", "dtype")
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
-    # A section that is null has no keys. An earlier version's lacks others, whose values it had.
-    known = [x for x in {**before, **now} if x in before or x.startswith("model.")]
-    pairs = [(x, before.get(x), now.get(x)) for x in known if x.startswith(keys)]
-    differ = [(x, y) for x, y, z in pairs if (y or None) != (z or None)]
-    return ", ".join(f"{x}={as_text(y)}" for x, y in differ if not x.startswith(ROUNDING))
+
+    def there(x: str, settings: dict[str, Any]) -> str:
+        """The key, or its section's, which has no keys if it is null; "" for other versions'."""
+        return next((key for key in (x, x.rpartition(".")[0]) if key in settings), "")
+
+    pairs = [(there(x, before), x) for x in {**before, **now} if there(x, now)]
+    differ = {y: before[y] for y, x in pairs if y and before.get(x) != now.get(x)}
+    shown = [x for x in differ if x.startswith(keys) and not x.startswith(ROUNDING)]
+    return ", ".join(f"{x}={as_text(differ[x])}" for x in shown)
 
 
 def as_begun(config: Any, checkpoint: Checkpoint) -> str:

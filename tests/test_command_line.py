@@ -156,7 +156,7 @@ def test_a_sweep_whose_runs_have_no_folders_of_their_own(jobs, values):
     started, message = jobs(*SWEEP, f"training.seed={values}")
     assert not started
     assert message.startswith("error: a sweep has several jobs, no two alike: ")
-    assert message.endswith("or leave out --multirun")
+    assert message.endswith("or start a run instead")
 
 
 def test_a_sweep_is_of_the_config_that_was_asked_for(jobs, tmp_path):

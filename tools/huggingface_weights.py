@@ -313,7 +313,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     return model, length
 
 
-# Entries that older versions of config.json have beside or in place of those of `described`.
+# Entries of an imported config.json, of any version, for which `described` has others.
 ELSEWHERE = "rope_theta", "rope_scaling", "original_max_position_embeddings", "layer_types"
 
 
@@ -467,11 +467,12 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         if problem := difference(recorded, used):
             problem = f"the model's tokenizer is {recorded.name}, not {tokenizer}: {problem}"
             raise UserError(f"{problem}. Name the model's, or a copy of it")
-    if kept := kept_by_import(source):
+    if kept := kept_by_import(source, print):
         config = json.loads(pathlib.Path(kept, "config.json").read_text())
         length = max(length, model_in(pathlib.Path(kept))[1])
-        if recorded and has_tokenizer(kept) and Text(recorded.name).digest != Text(kept).digest:
-            tokenizer = tokenizer or recorded.name  # the dataset's, which has more tokens
+        if not tokenizer and recorded and has_tokenizer(kept) and recorded.name != kept:
+            tokenizer = recorded.name
+            print(f"the tokenizer is {tokenizer}, which has more tokens than the import's, {kept}")
     config = config_of(model, length, config)
     wanted, rope = tensors(model, config["model_type"]), dict(config["rope_parameters"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -524,8 +525,9 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
         try:
             file = safetensors.safe_open(path, "numpy")
         except safetensors.SafetensorError as error:
-            pointer = path.read_bytes()[:23] == b"version https://git-lfs"
-            cure = ": it is a pointer of Git LFS: get the file with git lfs pull" if pointer else ""
+            with path.open("rb") as start:
+                lfs = start.read(23) == b"version https://git-lfs"
+            cure = "; it is a pointer of Git LFS: get the file with git lfs pull" if lfs else ""
             raise UserError(f"{path} can't be read: {error}{cure}") from None
         names = file.keys()
         # Old Llamas store their RoPE frequencies, which follow from the config.

@@ -206,6 +206,12 @@ def test_what_can_not_be_streamed(folder, case):
     golden.check("datasets.txt", f"stream: {case}", message)
 
 
+def test_ids_that_the_model_lacks_are_noted(folder, capsys):
+    open_loader(folder=folder, vocab=200)
+    note = "note: the tokenizer bytes_utf8 has ids up to 256; one that model.vocab=200 lacks ends"
+    assert note in capsys.readouterr().out
+
+
 def resumed(folder, position, step, **changes):
     """Returns the ids of some batches from a step on, of a stream that goes on at a position."""
     again = open_loader(folder, **changes)

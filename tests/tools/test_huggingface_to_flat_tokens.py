@@ -818,6 +818,12 @@ def test_files_in_a_zip_archive(folder, converted):
     assert f"b/c.tar.gz in {folder}/x.zip is an archive, too: unpack them" in message
 
 
+def test_an_archive_whose_name_does_not_say_so_is_refused(folder, converted):
+    with zipfile.ZipFile(folder / "x", "w") as archive:
+        archive.writestr("a.jsonl", '{"text": "a"}')
+    assert "/x is a zip archive: rename it, with .zip at the end" in converted()[1]
+
+
 def test_one_zip_archive_is_open_at_a_time(folder, converted):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for i in range(90):

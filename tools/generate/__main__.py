@@ -141,7 +141,8 @@ def run(args: argparse.Namespace) -> None:
                 if not named:
                     check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
                 opened = tokenizer(named or used.name)
-                if named and used.vocabulary not in ("", opened.vocabulary):
+                other = named not in (None, used.name)
+                if other and used.vocabulary not in ("", opened.vocabulary):
                     raise UserError(f"{args.evaluate} was tokenized with {used.name}, not {named}")
                 named = opened.check_unchanged(used).name
             codec = Text(named) if named else None
