@@ -229,8 +229,8 @@ class Checkpoint:
     ) -> None:
         """Checks that the checkpoint fits `model`, a config's section of that name (or {}), and
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
-        Raises CheckpointError with the first difference and the cure, and `of_model` if it is one
-        of the section."""
+        Raises CheckpointError with the first difference and the cure, and `of_model` if the arrays
+        fit."""
         config = flat(self.settings.get("model") or {})
         # An older version's config lacks keys for features that null, false or 0 switch off.
         here = {f"model.{key}": value for key, value in model.items() if key in config or value}
@@ -248,7 +248,7 @@ class Checkpoint:
             if name.startswith("nu/") and MISSING in (saved, wanted):
                 what, optimizer = "optimizer", self.settings["training"]["optimizer"]
                 cure = f"set training.optimizer={optimizer}, or clone its weights into a new run"
-            elif name.startswith("model."):
+            elif all(x.startswith("model.") for x in differ):  # the arrays fit
                 cure += of_model
             difference = f"{name} is {saved} in the checkpoint but {wanted} here"
             raise CheckpointError(f"{self.path} has a different {what}: {difference}; {cure}")
