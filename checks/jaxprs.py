@@ -82,8 +82,9 @@ def equations(
     """
     path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
-    arguments = {v: Fact(source=i) for i, v in enumerate(jaxpr.invars)}
-    facts = arguments if known is None else known
+    facts = known
+    if facts is None:
+        facts = {argument: Fact(source=i) for i, argument in enumerate(jaxpr.invars)}
     values = itertools.zip_longest(jaxpr.constvars, constants.get(jaxpr, ()))
     facts |= {variable: Fact(1, value, True, True) for variable, value in values}
 
@@ -100,10 +101,11 @@ def equations(
         place = f"{path}/{eqn.source_info.name_stack}"
         yield (here := Equation(eqn, place, line, Runs(runs.times, at_least), operands))
         inner = [*jaxprs_in_params(eqn.params)]
-        shapes = name in SHAPING and not SCOPE.search(place)  # an op's numbers depend on the mesh
+        op = op_of(eqn, place) if SCOPE.search(place) else ""
+        shapes = name in SHAPING and not op  # an op's numbers depend on the mesh
         fixed = not inner and all(x.fixed for x in operands)
         made = Fact(at_least, operands[0].number if shapes else None, fixed)
-        source = _source(eqn, place, operands)
+        source = None if "transpose(" in place else _source(name, op, operands)
         for i, v in enumerate(eqn.outvars):
             several = len(eqn.outvars) > 1 and isinstance(source, int)
             facts[v] = made._replace(source=hash((source, i)) if several else source)
@@ -130,19 +132,17 @@ def equations(
                     facts[v] = of_body if once else facts[v]._replace(source=of_body.source)
 
 
-def _source(eqn: JaxprEqn, path: str, operands: list[Fact]) -> Any:
+def _source(name: str, op: str, operands: list[Fact]) -> Any:
     """Identifies what an equation computes, from the arguments on: by its primitive and operands,
     or, in an op, whose equations depend on the mesh, by the op and its operands."""
-    if "transpose(" in path:
-        return None
-    if SCOPE.search(path):
-        op, given = op_of(eqn, path), [x.source for x in operands if x.source is not None]
+    if op:
+        given = [x.source for x in operands if x.source is not None]
         inside = [isinstance(x, tuple) and x[0] == op for x in given]
         of_op = [x[1] if same else {hash(x)} for x, same in zip(given, inside, strict=True)]
         return op, frozenset[int]().union(*of_op)
-    if eqn.primitive.name in SHAPING:
+    if name in SHAPING:
         return operands[0].source
-    return hash((eqn.primitive.name, *(x.source for x in operands)))
+    return hash((name, *(x.source for x in operands)))
 
 
 def communicating(jaxpr: Any, kind: str) -> set[str]:

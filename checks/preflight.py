@@ -184,8 +184,8 @@ def untried(program: Any, config: Any, pairs: list[Any]) -> str:
     config = tiny(program, config)[-1]
     only = (
         "this config computes {}, but {} at the tiny sizes of the check. From there on, the check "
+        "can't tell whether the mesh changes the numbers"
     )
-    only += "can't tell whether the mesh changes the numbers"
     for function, own, one in pairs:
         if parting := layout.parting(own, one, numbers=True):
             at, here, there = parting

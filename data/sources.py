@@ -115,15 +115,7 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) 
 
 # Prefixes of a source's settings that don't determine a step's rows. A dataset may have moved: its
 # tokenizer, and its files or tokens, are compared instead of its path.
-NOT_ROWS = (
-    "filespec",
-    "other_rows",
-    "path",
-    "tokenizer",
-    "num_workers",
-    "validation",
-    "skip_not_text",
-)
+NOT_ROWS = ("filespec", "other_rows", "path", "tokenizer", "num_workers", "validation", "skip_not")
 
 
 def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:

@@ -425,11 +425,12 @@ def opened(builder: Any, files: Iterable[str]) -> Iterator[tuple[str, Callable[[
     def archive(file: str) -> zipfile.ZipFile:
         whole = opening(file)
         try:
-            weakref.finalize(found := zipfile.ZipFile(whole), whole.close)
-            return found
+            found = zipfile.ZipFile(whole)
         except zipfile.BadZipFile as error:
             whole.close()
             raise UserError(f"{file} can't be read: {error}") from None
+        weakref.finalize(found, whole.close)
+        return found
 
     def alone(file: str) -> Any:
         if (inside := manager.extract(file)).startswith("zip://::"):  # by its first bytes
@@ -662,11 +663,9 @@ class Source:
                 cure += "+load_dataset.encoding_errors=replace"
                 raise UserError(f"{name}, {problem}. {cure}") from None
             except Exception as error:  # the libraries below raise errors of many types
-                # Neither is about the file: the disk or the net fails, or a setting is wrong.
-                of_file = not (
-                    getattr(error, "errno", None) or isinstance(error, LookupError | TypeError)
-                )
-                cure = ". Correct the file, or take it out" if of_file else ""
+                # These aren't about the file: a setting is wrong, or the disk or the net fails.
+                other = isinstance(error, LookupError | TypeError) or getattr(error, "errno", None)
+                cure = "" if other else ". Correct the file, or take it out"
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:

@@ -248,7 +248,7 @@ def test_calls_are_compared_by_what_is_in_them():
 
 
 def test_an_op_is_compared_by_its_operands():
-    """What it computes from them depends on the mesh."""
+    """Not by its equations, which depend on the mesh."""
 
     @ops.define_op
     def smallest(call: ops.Call, x: jax.Array) -> jax.Array:

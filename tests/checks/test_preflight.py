@@ -337,9 +337,7 @@ def test_an_edit_that_is_right_on_this_mesh_alone(mesh, added):
 def test_an_edit_that_is_right_if_rows_are_not_split():
     """The tiny runs don't split them either."""
     module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    hidden = jnp.cumsum(hidden, 1)"))
-    with pytest.raises(
-        UserError, match=r"as in this config: in training, check=noted"
-    ):
+    with pytest.raises(UserError, match=r"as in this config: in training, check=noted"):
         preflight.check_types(module, config_of(module))
     _, held = preflight.check_types(module, config_of(module), noted=True)
     assert held == "types hold only with r=1, c=1"
