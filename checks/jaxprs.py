@@ -105,7 +105,7 @@ def equations(
         shapes = name in SHAPING and not op  # an op's numbers depend on the mesh
         fixed = not inner and all(x.fixed for x in operands)
         made = Fact(at_least, operands[0].number if shapes else None, fixed)
-        source = None if "transpose(" in place else _source(name, op, operands)
+        source = None if "transpose(" in place else _source(eqn, op, operands)
         for i, v in enumerate(eqn.outvars):
             several = len(eqn.outvars) > 1 and isinstance(source, int)
             facts[v] = made._replace(source=hash((source, i)) if several else source)
@@ -132,7 +132,7 @@ def equations(
                     facts[v] = of_body if once else facts[v]._replace(source=of_body.source)
 
 
-def _source(name: str, op: str, operands: list[Fact]) -> Any:
+def _source(eqn: JaxprEqn, op: str, operands: list[Fact]) -> Any:
     """Identifies what an equation computes, from the arguments on: by its primitive and operands,
     or, in an op, whose equations depend on the mesh, by the op and its operands."""
     if op:
@@ -140,9 +140,9 @@ def _source(name: str, op: str, operands: list[Fact]) -> Any:
         inside = [isinstance(x, tuple) and x[0] == op for x in given]
         of_op = [x[1] if same else {hash(x)} for x, same in zip(given, inside, strict=True)]
         return op, frozenset[int]().union(*of_op)
-    if name in SHAPING:
+    if eqn.primitive.name in SHAPING:
         return operands[0].source
-    return hash((name, *(x.source for x in operands)))
+    return hash((eqn.primitive.name, eqn.params.get("name"), *(x.source for x in operands)))
 
 
 def communicating(jaxpr: Any, kind: str) -> set[str]:

@@ -16,15 +16,17 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
 from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, op_of
 from runtime.hlo import phase
+from shardlib import ops
 from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
 from shardlib.ops import SCOPE
-from shardlib.types import Dim, parse_signature
+from shardlib.types import Dim, Spec, parse_signature
 
 # --- Probe sizes ----------------------------------------------------------------------------------
 
@@ -137,11 +139,18 @@ def on_any_machine() -> Iterator[None]:
         yield
 
 
+def _marked(x: jax.Array, _: Spec, what: str) -> jax.Array:
+    """Gives an op's operand a name of its own, as the order of an op's equations depends on the
+    mesh."""
+    numbered = what.startswith("operand") and jnp.issubdtype(x.dtype, jnp.floating)
+    return checkpoint_name(x, what) if numbered else x
+
+
 def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     """The jaxpr of a function, given the shapes of its arrays and its static last arguments. Raises
     ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
     last = tuple(range(len(shapes), len(shapes) + len(static)))
-    with on_any_machine():
+    with on_any_machine(), ops.watching(_marked):
         made = jax.make_jaxpr(function, static_argnums=last)(*shapes, *static)
         jitted = function if hasattr(function, "trace") else jax.jit(function, static_argnums=last)
         closed = jitted.trace(*shapes, *static).jaxpr

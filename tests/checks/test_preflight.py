@@ -223,6 +223,7 @@ SWAPPED = {
     "hidden = jax.nn.silu(": ("gate", "up"),
     "sin, cos = sin[:, :, None]": ("sin", "cos"),
     "root = jnp.sqrt(v": ("m", "v"),
+    "mixed = attention(": ("k", "v"),
 }
 
 
