@@ -421,8 +421,9 @@ def moved(jaxpr: Any) -> set[tuple[str, tuple[int, ...]]]:
 
 # Parameters that are numbers, such as those of top_k and integer_pow.
 COUNTS = "k", "y"
-# Primitives that only hold equations. JAX leaves some without any while it differentiates a loop.
-CALLS = "jit", "custom_jvp_call", "custom_vjp_call"
+# Primitives that compute nothing: names, and those that hold equations, of which JAX leaves some
+# empty while it differentiates a loop.
+INERT = "jit", "custom_jvp_call", "custom_vjp_call", "name"
 
 
 def _shown(x: np.ndarray) -> str:
@@ -443,7 +444,7 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
             if op != before and phase(path) == "forward":
                 yield Computed(line, op)
             continue
-        if name in (*SHAPING, *CALLS):
+        if name in (*SHAPING, *INERT):
             continue
         inner = [*jaxprs_in_params(eqn.params)]
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
