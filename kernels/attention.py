@@ -115,11 +115,10 @@ def plain_attention(
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention in blocks of queries, so that only one block's scores are in memory."""
-    most = BLOCK * LONG // max(k.shape[1], LONG)
-    most = 2 ** most.bit_length() // 2  # rounds down to a power of two
-    block = math.gcd(q.shape[1], most)
-    if block < min(most, 64):
-        block = q.shape[1]
+    length, most = q.shape[1], max(BLOCK * LONG // max(k.shape[1], LONG), 1)
+    block = max(n for n in range(1, min(most, length) + 1) if length % n == 0)
+    if block < min(most, 64):  # many small blocks would take longer
+        block = length
 
     # k and v enter the loop in f32 and are cast to bf16 inside, so that their gradients are summed
     # over blocks in f32.
