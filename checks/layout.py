@@ -259,7 +259,7 @@ def _parts_in_ops(jaxpr: Any, axes: dict[str, int]) -> Iterator[str]:
             sent[op] |= {*axes_of(eqn)} if eqn.primitive.name in COLLECTIVES else set()
     for op, (eqn, line) in last.items():
         with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
-            operands, result = parse_signature(op.partition("(")[2].removesuffix(")"))
+            *operands, result = parse_signature(op.partition("(")[2].removesuffix(")"))
             split = {axis for spec in operands for axis in spec.axes} - {*result.axes}
         varying = eqn.outvars[0].aval.manual_axis_type.varying  # type: ignore[attr-defined]
         if lost := ", ".join(sorted(split & {*varying} - sent[op])):

@@ -54,7 +54,7 @@ class Call:
     """One call of an op: its parsed string, and the start of its error messages."""
 
     def __init__(self, op: str, signature: str):
-        self.operands, self.result = parse_signature(signature)
+        *self.operands, self.result = (spec.expanded for spec in parse_signature(signature))
         self.where = f'{op}("{signature}")'
 
     def require(self, condition: object, problem: str) -> None:

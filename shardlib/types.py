@@ -118,6 +118,12 @@ class Spec:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @property
+    def expanded(self) -> "Spec":
+        """The same layout, with groups written as their axes."""
+        dims = (Dim(x.name, _written(x.over[::-1])[::-1], x.indexed) for x in self.dims)
+        return Spec(tuple(dims), _written(self.unreduced))
+
+    @property
     def unreduced_axes(self) -> tuple[str, ...]:
         """The axes of the mesh in context over which each device holds a partial sum."""
         return several(self.unreduced)
@@ -176,13 +182,12 @@ def parse_spec(text: str) -> Spec:
 
 
 @functools.cache
-def parse_signature(text: str) -> tuple[tuple[Spec, ...], Spec]:
-    """`"B/d L M, M F/t -> B/d L F/t"` as the operands' specs and the result's spec. Raises
-    SpecError."""
+def parse_signature(text: str) -> tuple[Spec, ...]:
+    """`"B/d L M, M F/t -> B/d L F/t"` as the specs of operands and result. Raises SpecError."""
     specs, marks = _parse(text)
     if "".join(marks) != "," * (len(marks) - 1) + "->":
         raise SpecError(f"expected operands, an arrow and a result: A, B -> C, not\n    {text}")
-    return tuple(specs[:-1]), specs[-1]
+    return tuple(specs)
 
 
 # --- Array types and what they check --------------------------------------------------------------
@@ -293,10 +298,8 @@ def axes_problem(spec: Spec) -> str | None:
         if axis not in mesh:
             return f"axis {axis} is not in the mesh, which has {', '.join(mesh) or 'no axes'}"
     order = list(reversed(mesh))
-    for dim in spec.dims:
-        axes = _written(dim.over[::-1])[::-1]
-        right = tuple(sorted(axes, key=order.index))
-        if axes != right:
+    for dim in spec.expanded.dims:
+        if dim.over != (right := tuple(sorted(dim.over, key=order.index))):
             return f"write axes in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
     return _twice(spec)
 

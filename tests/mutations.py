@@ -162,7 +162,7 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
         terms = re.sub(r"\w+", lambda name: letters[name[0]], bare).replace(" ", "")
         return f"jnp.einsum({terms!r}, {', '.join(arguments[:2])})"
     if op in ("all_gather", "psum_scatter"):
-        (given,), wanted = parse_signature(signature)
+        given, wanted = parse_signature(signature)
         pairs = enumerate(zip(given.dims, wanted.dims, strict=True))
         i, axes = next((i, {*a.axes} ^ {*b.axes}) for i, (a, b) in pairs if a != b)
         parts = " * ".join(f"jax.sharding.get_abstract_mesh().shape[{axis!r}]" for axis in axes)

@@ -28,7 +28,7 @@ def test_there_are_examples_of_each_op():
 
 @pytest.mark.parametrize("call, op, text, rest", EXAMPLES)
 def test_an_example(call, op, text, rest):
-    operands, _ = types.parse_signature(text)
+    *operands, _ = types.parse_signature(text)
     names = [name for name in re.findall(r"\w+", rest) if name not in ("lax", "stop_gradient")]
     kinds, sums = [], []
     for name, spec in zip(names, operands, strict=False):

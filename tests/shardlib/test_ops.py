@@ -459,6 +459,17 @@ def test_an_einsum_of_bf16_with_a_batch_dimension_in_the_middle_runs():
     np.testing.assert_allclose(np.float64(total), wanted, rtol=1e-2)
 
 
+def test_a_group_and_its_axes_are_the_same():
+    @typed_shard_map
+    def fn(x: f32["B/d L"], y: f32["B/s/r L"]) -> f32["L"]:
+        products = ops.einsum_unreduced("B/d L, B/s/r L -> L {U:r,s}", x, y)
+        return ops.psum("L {U:d} -> L", products + ops.reduce_sum("B/d L -> L {U:d}", y))
+
+    x, y = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    with jax.set_mesh(make_mesh({"r": 2, "s": 2})):
+        np.testing.assert_array_equal(jax.jit(fn)(x, y), (x * y + y).sum(0))
+
+
 @pytest.mark.parametrize("axes", [{"d": 4, "t": 1}, {"d": 1, "t": 1}], ids=str)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_nothing_is_sent_over_an_axis_of_size_1(axes, by_hand):

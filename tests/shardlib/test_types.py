@@ -34,7 +34,7 @@ def test_any_string_parses_to_what_prints_as_it_or_is_refused_with_a_caret(text)
         except SpecError as error:
             assert text in str(error)
         else:
-            operands, result = ((), parsed) if parse is types.parse_spec else parsed
+            *operands, result = [parsed] if parse is types.parse_spec else parsed
             printed = ",".join(map(str, operands)) + "->" * bool(operands) + str(result)
             assert "".join(printed.split()) == "".join(text.split())
 
@@ -46,7 +46,7 @@ def test_what_a_spec_means():
     assert types.parse_spec("") == types.Spec()
     assert types.parse_spec("M\n    N") == types.parse_spec("M N")
     assert str(types.parse_spec("s/r r/s")) == "s/r r/s", "these names are dimensions"
-    assert types.parse_signature("{U:d}->") == ((types.Spec((), ("d",)),), types.Spec())
+    assert types.parse_signature("{U:d}->") == (types.Spec((), ("d",)), types.Spec())
 
 
 @pytest.mark.parametrize(
