@@ -512,8 +512,8 @@ def adamw(
 ) -> tuple[Any, Any, Any]:
     """A step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
     `kinds` are the types of the weights. Returns the new weights and moments."""
-    mu = jax.tree.map(hyper.mu.next, mu, grads)
-    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)
+    mu = jax.tree.map(lambda m, g: hyper.mu.old * m + hyper.mu.new * g, mu, grads)
+    nu = jax.tree.map(lambda v, g: hyper.nu.old * v + hyper.nu.new * (g * g), nu, grads)
 
     def update(kind: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         root = jnp.sqrt(v * hyper.nu.unbias + hyper.adam_eps_root) + hyper.adam_eps

@@ -19,9 +19,6 @@ class Average:
     new: f32[""]
     unbias: f32[""]
 
-    def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
-        return self.old * average + self.new * x
-
 
 @pytree_dataclass
 class Hyper:

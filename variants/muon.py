@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import ops
-from shardlib.types import compute, f32, mesh_shape, named, parse_spec, typechecked
+from shardlib.types import compute, f32, mesh_shape, named, parse_spec
 
 # The layouts of weights that hold matrices. For each, the layout of N matrices as they are stored,
 # and with some whole matrices on each device, to be orthogonalized. w_q is one matrix of M by
@@ -43,17 +43,18 @@ def update(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Updates weights of the types `kinds`: matrices by Muon, the others, of which `nu` has the
     second moments, by `adamw`. `moved` moves a weight and decays it.
-    A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
-    changes, so that AdamW's rate and decay suit it: Liu et al. 2025,
+    A matrix changes by Nesterov's momentum, bias-corrected like Adam's, orthogonalized and then
+    scaled to the size of AdamW's changes, so that AdamW's rate and decay suit it: Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2. Returns the new weights and moments."""
     kind, w, g, m, v = (named(tree) for tree in (kinds, weights, grads, mu, nu))
     others = ({name: arrays[name] for name in v} for arrays in (kind, w, g, m))
     new_w, new_m, new_v = adamw(*others, v, hyper, config)
-    new_m |= {name: hyper.momentum.next(m[name], g[name]) for name in m if name not in v}
+    momentum, nesterov = hyper.momentum, hyper.nesterov
     # Matrices of one layout are stacked, so that even few layers give many devices work.
     for layout in MATRICES:
         if names := [name for name in m if name not in v and str(kind[name].spec) == layout]:
-            changes = [hyper.nesterov.next(new_m[name], g[name]) for name in names]
+            new_m |= {name: momentum.old * m[name] + momentum.new * g[name] for name in names}
+            changes = [nesterov.old * new_m[name] + nesterov.new * g[name] for name in names]
             stack = jnp.stack([change.astype(compute.dtype) for change in changes])
             for name, change in zip(names, orthogonalize(layout, stack), strict=True):
                 new_w[name] = moved(kind[name], w[name], change, hyper, config)
@@ -64,7 +65,6 @@ def update(
     return like(weights, new_w), like(mu, new_m), like(nu, new_v)
 
 
-@typechecked
 def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     """Orthogonalizes a stack of arrays of this layout: each device gets some whole matrices,
     orthogonalizes them, and gives back their parts. Zero matrices pad the stack to a multiple of
