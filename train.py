@@ -138,8 +138,9 @@ class Weights:
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The weight's type with M split over r, too. Types without M, of small weights, stay."""
-    dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
+    """The weight's type with the dimension that s splits split over r, too. Types of small weights,
+    which s doesn't split, stay."""
+    dims = (Dim(x.name, (*x.over, "r") if "s" in x.over else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
 
@@ -406,8 +407,8 @@ def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
 
 @typechecked
 def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
-    """Gathers all weights over r, once a step. Weights without M aren't split: their backward pass
-    is an all-reduce of their gradients, in f32."""
+    """Gathers all weights over r, once a step. Small weights aren't split: their backward pass is
+    an all-reduce of their gradients, in f32."""
 
     def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
         if not wanted.initial.learned:  # it has no gradient to add up
