@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import ops
-from shardlib.types import compute, f32, mesh_shape, named, parse_spec
+from shardlib.types import compute, f32, mesh_shape, named, parse_spec, typechecked
 
 # The layouts of weights that hold matrices. For each, the layout of N matrices as they are stored,
 # and with some whole matrices on each device, to be orthogonalized. w_q is one matrix of M by
@@ -65,6 +65,7 @@ def update(
     return like(weights, new_w), like(mu, new_m), like(nu, new_v)
 
 
+@typechecked  # in a scope of its own, as each layout has another N
 def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     """Orthogonalizes a stack of arrays of this layout: each device gets some whole matrices,
     orthogonalizes them, and gives back their parts. Zero matrices pad the stack to a multiple of
