@@ -146,7 +146,9 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         here = data.made_of.get("validation", {}).get(name, there)
         if any(here[part] != there[part] for part in ("tokens", "samples")):
             which = f"set {name}" if name else "split"
-            say(f"note: the validation {which} has changed: its losses are others now")
+            say(
+                f"note: the validation {which} has changed: its losses can't be compared with earlier ones"
+            )
     for part in filter(made_of.get, ("tokens", "samples")):  # earlier versions had no samples
         key = f"the datasets' {part}"
         before[key], now[key] = made_of[part], data.made_of[part]

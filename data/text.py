@@ -107,7 +107,7 @@ class Tokenizer:
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
             problem = f"the tokenizer {name} names no end-of-text token, which end_token=true needs"
-            cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
+            cure = "choose one whose tokenizer_config.json has an eos_token, or set end_token=false"
             raise UserError(f"{problem}; {cure}")
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
             # Our threads call it; its own would idle while units are read or written.
