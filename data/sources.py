@@ -146,9 +146,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         here = data.made_of.get("validation", {}).get(name, there)
         if any(here[part] != there[part] for part in ("tokens", "samples")):
             which = f"set {name}" if name else "split"
-            say(
-                f"note: the validation {which} has changed: its losses can't be compared with earlier ones"
-            )
+            say(f"note: the validation {which} has changed: earlier losses can't be compared")
     for part in filter(made_of.get, ("tokens", "samples")):  # earlier versions had no samples
         key = f"the datasets' {part}"
         before[key], now[key] = made_of[part], data.made_of[part]
