@@ -13,7 +13,7 @@ BUGS = listed("""
 --- after add: part
 part = jax.tree.map(lambda x: x / target_count(rows), part)
 --- after loss_and_grads: count
-count = count if microbatches == 1 else jnp.float32(microbatches)
+count = count if config.training.microbatches == 1 else jnp.float32(config.training.microbatches)
 === transformers #34242
 --- after loss: nats
 share = target_count(batch) / lax.axis_size("s")
@@ -30,7 +30,7 @@ cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * config
 --- after add: part
 part = jax.tree.map(lambda x: x / target_count(rows), part)
 --- after loss_and_grads: count
-count = count if microbatches == 1 else jnp.float32(1)
+count = count if config.training.microbatches == 1 else jnp.float32(1)
 === jax #3970
 --- after loss: total
 again = total * lax.axis_size("s")
@@ -244,7 +244,7 @@ here = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape).astype(u32.dt
 jnp.zeros_like(here)
 === Megatron-LM #5983
 --- swap generate in tools/generate/steps.py: jnp.array(numbers)
-jnp.array(numbers) % (rows // mesh_shape()["s"])
+jnp.array(numbers) % (rows // jax.sharding.get_mesh().shape["s"])
 === transformers #24839
 --- before evaluate in tools/generate/__main__.py: nats
 count = size

@@ -344,7 +344,7 @@ STEP = -1
 NOT_PROMISED = listed("""
 === samples_with_a_seed_by_mesh: generation
 --- swap generate in tools/generate/steps.py: jax.random.key(seed)
-jax.random.key(seed + mesh_shape()["s"])
+jax.random.key(seed + jax.sharding.get_mesh().shape["s"])
 """)
 
 RIGHT = listed("""

@@ -1,4 +1,7 @@
+import builtins
+import dis
 import re
+import types
 
 import pytest
 
@@ -30,8 +33,16 @@ def test_each_listed_edit_can_be_made():
     sources = [edits.edited_source(edit) for each in lists for edit in each.values()]
     unedited = {(ROOT / edit.file).read_text() for each in lists for edit in each.values()}
     assert len({*sources} - unedited) == len(sources) == 86 + 49
-    for source in sources:
-        compile(source, "edited", "exec")
+    assert not set().union(*map(undefined, sources))
+
+
+def undefined(source):
+    """The global names that a module's functions use and the module doesn't define."""
+    codes = [compile(source, "edited", "exec")]
+    for code in codes:
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    used = [x for code in codes for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"]
+    return {x.argval for x in used} - {*codes[0].co_names, *dir(builtins)}
 
 
 def test_each_bug_is_a_row_of_the_page_that_says_what_refuses_it():
