@@ -10,7 +10,6 @@ import re
 import shutil
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -35,7 +34,6 @@ from tests.files import arrays, edit_config, save_state
 from tests.helpers import assert_close, mesh, slow_but_for, small_config
 from tools import huggingface_weights as tool
 from tools.generate import model as models
-from tools.generate import steps
 
 LLAMA_2 = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -726,31 +724,6 @@ def test_a_model_that_transformers_saved_and_loads(family, tmp_path, run):
     size = np.median if family in WITH_EXPERTS else np.linalg.norm
     ours, theirs = (size(np.linalg.norm(x - logits, axis=-1)) for x in (ours, theirs))
     assert 1e-4 < ours < 1.2 * theirs
-
-
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_experts_generate_what_transformers_does(family, tmp_path, run):
-    torch, config = pytest.importorskip("torch"), WITH_EXPERTS[family]
-    model = random_model(torch, config)
-    model.save_pretrained(tmp_path / "hf")
-    assert not run("import", tmp_path / "hf", tmp_path / "ours")[1]
-    prompts = inputs(draw_targets(config), start_of(config))
-    model.generation_config.eos_token_id = None  # texts of the same length
-    wanted = model.generate(
-        ids := torch.tensor(prompts),
-        attention_mask=torch.ones_like(ids),  # no id is padding
-        do_sample=False,
-        max_new_tokens=8,
-    )
-    with jax.set_mesh(mesh(1, 2)), computing_in("f32"):
-        source, settings = models.open_checkpoint(str(tmp_path / "ours"))
-        weights = steps.lay_out(source.restore("weights"))
-        how = steps.Sampling(0, None, 1, range(config["vocab_size"]))
-        model = SimpleNamespace(config=settings, weights=weights)
-        generated = steps.generate(model, prompts.tolist(), [0] * 4, 8, 4, how)
-        made = np.stack([*generated], axis=1)
-    assert (made == wanted.numpy()[:, 24:]).all()
-    assert len(np.unique(made)) > 4
 
 
 @pytest.fixture(scope="module")
