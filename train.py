@@ -65,7 +65,7 @@ from configs.schema import Config, ModelConfig
 from configs.sizes import DIMENSIONS, dimensions, step_flops
 from data.loader import Batches, TokenBatch
 from data.sources import check_same_rows, open_batches
-from kernels.attention import attention, described
+from kernels.attention import attention, note_of_kernel
 from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
@@ -662,7 +662,7 @@ def train(
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
-    notes = of_muon, described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
+    notes = of_muon, note_of_kernel(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
     for note in filter(None, (*notes, *config.notes())):
         say(note)
     saved, skips = checkpoints.newest.step, (training.max_skipped_updates, checkpoints.skipped)

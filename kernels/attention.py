@@ -181,7 +181,7 @@ def share_computed(kind: str, seen: float, parts: int) -> float:
     return 1 if parts > 1 else 0.5  # cuDNN skips what it knows to be causal, and nothing else
 
 
-def described(sizes: dict[str, int], parts: int) -> str:
+def note_of_kernel(sizes: dict[str, int], parts: int) -> str:
     """Names the kernel that computes attention on the mesh in context, or says why none does, given
     the sizes of L, Q and D, and the parts that L is split into. Empty where there are no kernels.
     """

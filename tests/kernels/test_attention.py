@@ -178,7 +178,7 @@ def test_the_line_that_names_the_kernel(platform, sizes, parts, dtype, line, mon
     monkeypatch.setattr(attention, "platform", lambda: platform)
     wanted = line if line.startswith("attention") or not line else f"attention: plain, as {line}"
     with types.computing_in(dtype):
-        actual = attention.described(dict(zip("LQD", sizes, strict=True)), parts)
+        actual = attention.note_of_kernel(dict(zip("LQD", sizes, strict=True)), parts)
     assert actual == wanted if wanted == line else actual.startswith(wanted), actual
 
 
