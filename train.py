@@ -662,8 +662,8 @@ def train(
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
-    notes = of_muon, note_of_kernel(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
-    for note in filter(None, (*notes, *config.notes())):
+    notes = note_of_kernel(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
+    for note in filter(None, (of_muon, *notes, *config.notes())):
         say(note)
     saved, skips = checkpoints.newest.step, (training.max_skipped_updates, checkpoints.skipped)
     with Run(config, saved, first, training.steps, tokens, flops, *skips) as run:
