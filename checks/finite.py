@@ -22,7 +22,7 @@ def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: s
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
     if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
-        cure = "Random tokens have such gradients: the weights diverged. Lower the learning rate, "
-        cure += "and remove the checkpoints since then"
+        cure = "Random tokens have such gradients, too: the weights diverged, or an edit divides "
+        cure += "by zero. Lower the learning rate, and remove the checkpoints since then"
     names = bad(batch) or "none, with the current weights"
     return f"gradients that are not finite: {names}; {origin}. {cure}"

@@ -401,6 +401,9 @@ class TinyRuns:
             return None
         first, other = made
         for function, arrays in other.items():
+            if nan := [name for name, x in first[function].items() if np.isnan(x).any()]:
+                where = f"{', '.join(nan[:3])} of {function}, at tiny sizes in f32"
+                raise UserError(f"NaN, on one device already, in {where}")
             if differ := numbers.differences(first[function], arrays):
                 raise UserError(self._explain(function, differ))
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):

@@ -122,9 +122,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     """Raises UserError if a run that resumes the checkpoint has settings with which the past steps
     would have had other rows: some rows would come again, or never. A step's rows follow from the
     source, its settings except NOT_ROWS, training.tokens and training.skip_steps. A stream
-    continues after the last used token, whatever training.tokens is."""
-    if config.flat_tokens and config.flat_tokens.other_rows:
-        return
+    continues after the last used token, whatever training.tokens is. Prints a note instead if
+    flat_tokens.other_rows allows it."""
     cure = ", accept that with flat_tokens.other_rows=true" if config.flat_tokens else ""
 
     def rows(settings: Any) -> dict[str, Any]:
@@ -154,6 +153,9 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             both = f"was written with {what}={before[key]}, now {now[key]}"
+            if config.flat_tokens and config.flat_tokens.other_rows:
+                say(f"note: {checkpoint.path} {both}")
+                continue
             problem = "in this epoch some rows would be used twice, or never"
             keep = "datasets" if key.startswith("the datasets'") else "value"
             clone = "clone the run's weights into a new one"
@@ -196,7 +198,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     for name, data in sets.items():
         if both := train.files & data.files:
             raise UserError(f"{min(both)} is in both splits: leave it out of one")
-        if data.count and taken > data.count:
+        if data.count and taken > data.count + rows:
             number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
             key = "training.validation_batches"
             say(f"note: a validation takes each of the {number} {times:.1f} times: lower {key}")

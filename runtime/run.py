@@ -289,7 +289,8 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
     model."""
     checkpoints.check_model()
-    other = trained_with(config, checkpoints.newest)
+    keys = "model.", "training.", "dtype", "flat_tokens", "hf_dataset"
+    other = trained_with(config, checkpoints.newest, *keys)
     other = f". It was trained with {other}" if other else ""
     cure = "raise training.steps, which training.steps_for_lr follows unless it is set"
     cure = f"To continue it, {cure}. For a new run, choose another paths.model_name"
@@ -633,6 +634,7 @@ def origin() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
         "commit": commit(),
+        "edits": git("diff HEAD") or "",
         "versions": {"python": platform.python_version(), **versions},
         "devices": f"{len(found)} x {found[0].device_kind}",
         "hosts": jax.process_count(),
@@ -641,7 +643,11 @@ def origin() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the source, with `-dirty` after it if files differ; None without git."""
-    describe = "describe --always --dirty --abbrev=40 --exclude='*'"
-    git = f"git -c safe.directory='*' -C {shlex.quote(str(ROOT))}"  # as another user may own it
-    failed, output = subprocess.getstatusoutput(f"{git} {describe}")
+    return git("describe --always --dirty --abbrev=40 --exclude='*'")
+
+
+def git(command: str) -> str | None:
+    """The output of git in the source's folder; None if it fails."""
+    here = f"git -c safe.directory='*' -C {shlex.quote(str(ROOT))}"  # as another user may own it
+    failed, output = subprocess.getstatusoutput(f"{here} {command}")
     return None if failed else output

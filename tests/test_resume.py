@@ -48,8 +48,12 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, train_here):
         return {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != "lock"}
 
     before = written()
-    for more, ends in ("0.01", ""), ("0.02", ". It was trained with training.learning_rate=0.01"):
-        out, message = train_here(*short, f"training.learning_rate={more}")
+    for more, ends in (
+        ("training.learning_rate=0.01", ""),
+        ("training.learning_rate=0.02", ". It was trained with training.learning_rate=0.01"),
+        ("flat_tokens.seed=7", ". It was trained with flat_tokens.seed=0"),
+    ):
+        out, message = train_here(*short, more)
         assert (out, message) == (
             "check=types: numbers are not checked\n"
             f"{tmp_path}/run is complete: all its steps are done. To continue it, raise "
@@ -112,6 +116,7 @@ def test_other_rows_are_refused(tmp_path, train_here):
     accepted = "flat_tokens.seed=7", "flat_tokens.other_rows=true"  # with the same program
     out, message = train_here(*run, *accepted, "training.steps=3")
     assert not message and "\nresumed at step 2 from " in out
+    assert re.search(r"^note: .* was written with flat_tokens.seed=0, now 7$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

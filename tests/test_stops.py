@@ -119,7 +119,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         given = config, state.weights, batch, "batch 7 is of the seventh page"
         text = explanation(train.gradients, *given)
     assert text.startswith("gradients that are not finite: embed, layers/")
-    cause = "is of the seventh page. Random tokens have such gradients: the weights diverged."
+    cause = "is of the seventh page. Random tokens have such gradients, too: the weights diverged, "
     assert cause in text
     assert int(metrics["skipped"]) == 1 and not np.isfinite(metrics["loss"])
     after = jax.device_get((state.weights, state.mu, state.nu))
@@ -167,6 +167,7 @@ def test_a_batch_that_is_left_out(runs, start):
     assert first["devices"] == "8 x cpu" and first["hosts"] == 1
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     assert (first["commit"] or "").removesuffix("-dirty") == head.stdout.strip()
+    assert bool(first["edits"]) == (first["commit"] or "").endswith("-dirty")
 
 
 @pytest.mark.slow

@@ -351,9 +351,10 @@ def copy_files(patterns: Iterable[str], source: str, folder: pathlib.Path) -> No
         shutil.copyfile(file, copied)
 
 
-def say_if_opened_otherwise(folder: pathlib.Path, used: Any) -> None:
+def say_if_opened_otherwise(folder: pathlib.Path, used: Any, start: int) -> None:
     """Prints a warning if transformers' AutoTokenizer, which goes by the family of the model, gives
-    a text other ids than `used`, with which the data was tokenized, or adds one at its end."""
+    a text other ids than `used`, with which the data was tokenized, adds one at its end, or doesn't
+    begin it with `start`."""
     from transformers import AutoTokenizer
 
     try:
@@ -371,6 +372,8 @@ def say_if_opened_otherwise(folder: pathlib.Path, used: Any) -> None:
     elif whole[-1:] != one[-1:]:
         added = auto.convert_ids_to_tokens(whole[-1])
         print(f"warning: AutoTokenizer adds {added} to the end of a prompt: take it off")
+    if whole[:1] == one[:1]:
+        print(f"warning: AutoTokenizer begins a prompt with its text: put the id {start} before it")
 
 
 # --- Export ---------------------------------------------------------------------------------------
@@ -499,7 +502,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if (tokenizer or (recorded and recorded.name)) == "bytes_utf8":
         print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
     elif has_tokenizer(folder):
-        say_if_opened_otherwise(folder, Text(tokenizer or str(kept)).slow)
+        say_if_opened_otherwise(folder, Text(tokenizer or str(kept)).slow, model.start_token)
     else:
         print("the export has no tokenizer: --tokenizer adds one, and the ids that end a text")
 

@@ -249,6 +249,14 @@ def test_a_transpose_that_tiny_runs_do_not_take_is_named():
     assert ": this config computes a transpose or reshape, but none at" in found and not small
 
 
+def test_nan_on_one_device_is_no_difference_between_meshes(monkeypatch):
+    monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
+    made = {"validation_step": {"nats": np.float32([1, np.nan])}}
+    monkeypatch.setattr(preflight.TinyRuns, "results", lambda *_: [made, made])
+    with pytest.raises(UserError, match="NaN, on one device already, in nats of "):
+        preflight.TinyRuns(train, [small_config()]).verdict(lambda: False)
+
+
 def test_a_program_that_python_runs_as_a_file_is_checked(monkeypatch):
     monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
     monkeypatch.setattr(train, "__spec__", None)
