@@ -23,6 +23,6 @@ def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: s
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
     if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
         cure = "Random tokens have such gradients, too: the weights diverged, or an edit divides "
-        cure += "by zero. Lower the learning rate, and remove the checkpoints since then"
+        cure += "by zero. Correct it, or lower the learning rate, and remove checkpoints since then"
     names = bad(batch) or "none, with the current weights"
     return f"gradients that are not finite: {names}; {origin}. {cure}"

@@ -402,8 +402,8 @@ class TinyRuns:
         first, other = made
         for function, arrays in other.items():
             if nan := [name for name, x in first[function].items() if np.isnan(x).any()]:
-                where = f"{', '.join(nan[:3])} of {function}, at tiny sizes in f32"
-                raise UserError(f"NaN, on one device already, in {where}")
+                what = f"{', '.join(nan[:3])} of {function}"
+                raise UserError(f"NaN is in {what} even on one device, at tiny sizes in f32")
             if differ := numbers.differences(first[function], arrays):
                 raise UserError(self._explain(function, differ))
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):

@@ -143,7 +143,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     made_of = made_of_flat_tokens(checkpoint) if data.made_of else {}
     for name, there in made_of.get("validation", {}).items():
         here = data.made_of.get("validation", {}).get(name, there)
-        if any(here[part] != there[part] for part in ("tokens", "samples")):
+        if any(here[part] != there.get(part, here[part]) for part in ("tokens", "samples")):
             which = f"set {name}" if name else "split"
             say(f"note: the validation {which} has changed: earlier losses can't be compared")
     for part in filter(made_of.get, ("tokens", "samples")):  # earlier versions had no samples
@@ -154,7 +154,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             both = f"was written with {what}={before[key]}, now {now[key]}"
             if config.flat_tokens and config.flat_tokens.other_rows:
-                say(f"note: {checkpoint.path} {both}")
+                said = both if len(both) < 200 else f"was written with other values of {what}"
+                say(f"note: {checkpoint.path} {said}")
                 continue
             problem = "in this epoch some rows would be used twice, or never"
             keep = "datasets" if key.startswith("the datasets'") else "value"
@@ -198,7 +199,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     for name, data in sets.items():
         if both := train.files & data.files:
             raise UserError(f"{min(both)} is in both splits: leave it out of one")
-        if data.count and taken > data.count + rows:
+        if data.count and taken >= data.count + rows:
             number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
             key = "training.validation_batches"
             say(f"note: a validation takes each of the {number} {times:.1f} times: lower {key}")

@@ -117,7 +117,7 @@ def plain_attention(
     """Computes attention in blocks of queries, so that only one block's scores are in memory."""
     length, most = q.shape[1], max(BLOCK * LONG // max(k.shape[1], LONG), 1)
     block = max(n for n in range(1, min(most, length) + 1) if length % n == 0)
-    if block < min(most, 64):  # many small blocks would take longer
+    if 2 * block < min(most, 64):  # many small blocks would take longer
         block = length
 
     # k and v enter the loop in f32 and are cast to bf16 inside, so that their gradients are summed

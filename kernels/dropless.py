@@ -49,7 +49,7 @@ def experts(
     chosen_of = Spec((*tokens.dims[:-1], Dim(choices.dims[-1].name)))
     weight = Spec((number, Dim(model.name), Dim(width.name)))
     wanted = [tokens, *[chosen_of] * 2, *[weight] * 3]
-    result = Spec(tokens.dims, number.over)
+    result = Spec(tokens.dims, number.over[::-1])  # outermost first
     right = f"{', '.join(map(str, wanted))} -> {result}"
     fits = [*call.operands, call.result] == [*wanted, result]
     call.require(fits, f"for these tokens and experts the string is `{right}`")

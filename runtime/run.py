@@ -634,7 +634,7 @@ def origin() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
         "commit": commit(),
-        "edits": git("diff HEAD") or "",
+        "edits": edits(),
         "versions": {"python": platform.python_version(), **versions},
         "devices": f"{len(found)} x {found[0].device_kind}",
         "hosts": jax.process_count(),
@@ -643,11 +643,19 @@ def origin() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the source, with `-dirty` after it if files differ; None without git."""
-    return git("describe --always --dirty --abbrev=40 --exclude='*'")
+    described = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return described.strip() or None
 
 
-def git(command: str) -> str | None:
-    """The output of git in the source's folder; None if it fails."""
-    here = f"git -c safe.directory='*' -C {shlex.quote(str(ROOT))}"  # as another user may own it
-    failed, output = subprocess.getstatusoutput(f"{here} {command}")
-    return None if failed else output
+def edits() -> str:
+    """What differs from that commit, for `git apply`, without untracked files; "" without git."""
+    return _git("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
+
+
+def _git(*command: str) -> str:
+    """The output of git in the source's folder, which another user may own; "" if it fails."""
+    command = "git", "-c", "safe.directory=*", "-C", str(ROOT), *command
+    try:
+        return subprocess.run(command, capture_output=True).stdout.decode(errors="replace")
+    except OSError:  # there is no git
+        return ""

@@ -42,7 +42,8 @@ def undefined(source):
     for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
     used = [x for code in codes for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"]
-    return {x.argval for x in used} - {*codes[0].co_names, *dir(builtins)}
+    defined = [x for x in dis.get_instructions(codes[0]) if x.opname == "STORE_NAME"]
+    return {x.argval for x in used} - {x.argval for x in defined} - {*dir(builtins)}
 
 
 def test_each_bug_is_a_row_of_the_page_that_says_what_refuses_it():

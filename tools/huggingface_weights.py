@@ -372,8 +372,8 @@ def say_if_opened_otherwise(folder: pathlib.Path, used: Any, start: int) -> None
     elif whole[-1:] != one[-1:]:
         added = auto.convert_ids_to_tokens(whole[-1])
         print(f"warning: AutoTokenizer adds {added} to the end of a prompt: take it off")
-    if whole[:1] == one[:1]:
-        print(f"warning: AutoTokenizer begins a prompt with its text: put the id {start} before it")
+    if one == other and whole[:1] != [start]:
+        print(f"warning: AutoTokenizer adds no start token: put the id {start} before each prompt")
 
 
 # --- Export ---------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_nan_on_one_device_is_no_difference_between_meshes(monkeypatch):
     monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
     made = {"validation_step": {"nats": np.float32([1, np.nan])}}
     monkeypatch.setattr(preflight.TinyRuns, "results", lambda *_: [made, made])
-    with pytest.raises(UserError, match="NaN, on one device already, in nats of "):
+    with pytest.raises(UserError, match="NaN is in nats of validation_step even on one "):
         preflight.TinyRuns(train, [small_config()]).verdict(lambda: False)
 
 

@@ -75,9 +75,9 @@ def run(kind, arrays, on, window=10**6):
     return jax.tree.map(lambda x: np.asarray(x, np.float64)[:, np.argsort(order)], out)
 
 
-# One block; two; one, as it doesn't split into blocks of 64 or more; four, as the row is long.
+# One block; two; two of 50; one, as the length is a prime; four, as the row is long.
 ONE_OR_MORE = (24, 512, 512, (4, 2)), (128, 64, 128, (2, 1, 1, 2))
-ONE_OR_MORE += (100, 64, 100, (1, 1)), (128, 64, 64, (4, 2))
+ONE_OR_MORE += (100, 64, 100, (1, 1)), (97, 64, 97, (1, 1)), (128, 64, 64, (4, 2))
 
 
 @pytest.mark.parametrize("length, block, long, axes", ONE_OR_MORE)
@@ -109,6 +109,7 @@ def test_the_scores_in_memory_do_not_grow_with_the_row():
     assert largest(8192) == largest(131072) == 2 * 2 * 512 * 8192
     assert largest(12288) == 2 * 2 * 256 * 12288, "a third of the keys above 8,192: fewer queries"
     assert largest(12000, 1000) == 2 * 2 * 250 * 12000
+    assert largest(98304) == 2 * 2 * 32 * 98304
 
 
 @pytest.fixture

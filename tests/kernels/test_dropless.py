@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import dropless
+from runtime.devices import make_mesh
 from shardlib import ops
 from shardlib.types import ShardTypeError, f32, i32, typed_shard_map
 from tests import golden
@@ -77,3 +78,18 @@ def test_experts_refuse(case):
     sizes = {"B": 4, "S": 8, "L": 8, "M": 8, "G": 4, "E": 4, "k": 2}
     with golden.raises("ops.txt", f"experts with {case}", ShardTypeError):
         trace(dropless.experts, MISUSES[case], (1,), sizes, mesh(2, 2))
+
+
+def test_experts_may_be_split_over_a_group():
+    string = "B S M, B S k, B S k, E/d M G, E/d M G, E/d M G -> B S M {U:d}"
+
+    @typed_shard_map
+    def mix(x: f32["B S M"], k: i32["B S k"], w: f32["E/d M G"]) -> f32["B S M"]:
+        y = dropless.experts(string, x, k, k.astype(x.dtype), w, w, w)
+        return ops.psum("B S M {U:d} -> B S M", y)
+
+    with jax.set_mesh(make_mesh({"r": 2, "s": 2})):
+        made = jax.eval_shape(
+            mix, jnp.ones((2, 8, 6)), jnp.ones((2, 8, 1), "i4"), jnp.ones((4, 6, 3))
+        )
+    assert made.shape == (2, 8, 6)

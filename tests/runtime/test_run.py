@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import shutil
+import subprocess
 
 import jax
 import numpy as np
@@ -187,3 +188,24 @@ def test_what_has_parts_is_logged_by_their_indices_when_it_is_due(tmp_path):
     keys = "load/0/0", "load/0/1", "norm/embed", "load"
     actual = [tuple(map(row.get, keys)) for row in rows(tmp_path / "r")]
     assert actual == [(None,) * 4, (None,) * 4, (2, 0.5, 3, None), (3, 0.5, 3, None)]
+
+
+def test_a_start_records_edits_that_git_applies(tmp_path, monkeypatch):
+    def git(*command, **options):
+        return subprocess.run(["git", *command], cwd=tmp_path, check=True, **options)
+
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert module.edits() == ""
+    git("init", "-q")
+    file = tmp_path / "train.py"
+    file.write_text("a = 1\n")
+    git("add", ".")
+    git("-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x")
+    git("config", "color.ui", "always")
+    file.write_text("a = 2\n")
+    edits = module.edits()
+    git("checkout", "-q", ".")
+    git("apply", "-", input=edits.encode())
+    assert file.read_text() == "a = 2\n"
+    file.write_bytes(b"a = '\xe9'\n")
+    assert "+a = '" in module.edits()
