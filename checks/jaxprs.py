@@ -140,9 +140,10 @@ def _source(eqn: JaxprEqn, op: str, operands: list[Fact]) -> Any:
         inside = [isinstance(x, tuple) and x[0] == op for x in given]
         of_op = [x[1] if same else {hash(x)} for x, same in zip(given, inside, strict=True)]
         return op, frozenset[int]().union(*of_op)
-    if eqn.primitive.name in SHAPING or (eqn.primitive.name == "name" and not operands[0].source):
+    name = eqn.primitive.name
+    if name in SHAPING or (name == "name" and operands[0].source is None):
         return operands[0].source
-    return hash((eqn.primitive.name, eqn.params.get("name"), *(x.source for x in operands)))
+    return hash((name, eqn.params.get("name"), *(x.source for x in operands)))
 
 
 def communicating(jaxpr: Any, kind: str) -> set[str]:

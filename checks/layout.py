@@ -140,10 +140,10 @@ def on_any_machine() -> Iterator[None]:
 
 
 def _marked(x: jax.Array, _: Spec, what: str) -> jax.Array:
-    """Gives an op's operand a name of its own, as the order of an op's equations depends on the
-    mesh."""
-    numbered = what.startswith("operand") and jnp.issubdtype(x.dtype, jnp.floating)
-    return checkpoint_name(x, what) if numbered else x
+    """Names the operands of an op, to tell them apart: its equations depend on the mesh. Integers
+    stay: they may be indices, which are computed in other ways where an axis has one device."""
+    named = what.startswith("operand") and jnp.issubdtype(x.dtype, jnp.floating)
+    return checkpoint_name(x, what) if named else x
 
 
 def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:

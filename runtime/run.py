@@ -648,7 +648,8 @@ def commit() -> str | None:
 
 
 def edits() -> str:
-    """What differs from that commit, for `git apply`, without untracked files; "" without git."""
+    """Returns the changes since that commit, for `git apply`, without untracked files; "" without
+    git."""
     return _git("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
 
 

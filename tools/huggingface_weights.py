@@ -373,7 +373,7 @@ def say_if_opened_otherwise(folder: pathlib.Path, used: Any, start: int) -> None
         added = auto.convert_ids_to_tokens(whole[-1])
         print(f"warning: AutoTokenizer adds {added} to the end of a prompt: take it off")
     if one == other and whole[:1] != [start]:
-        print(f"warning: AutoTokenizer adds no start token: put the id {start} before each prompt")
+        print(f"warning: AutoTokenizer doesn't begin a prompt with {start}: make it the first id")
 
 
 # --- Export ---------------------------------------------------------------------------------------

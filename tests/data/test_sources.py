@@ -188,7 +188,7 @@ def test_a_validation_that_takes_rows_again_says_so(capsys):
             open_batches(config, train.dimensions(config))
         return capsys.readouterr().out
 
-    assert said("validation_batches=208") == ""
+    assert said("validation_batches=209") == ""
     assert said("validation_batches=418") == (
         "note: a validation takes each of the 1669 rows 2.0 times: "
         "lower training.validation_batches\n"

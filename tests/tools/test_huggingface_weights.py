@@ -776,11 +776,16 @@ def test_an_export_that_opens_another_tokenizer_says_so(of_words, tmp_path, run)
         out, message = run("export", path, folder, tokenizer)
         warning = f"warning: AutoTokenizer opens {folder} as {opened}, with other ids"
         assert not message and (warning in out) == (opened != "")
+        assert "first id" not in out
     added = [("<s>", 1), ("</s>", 2)]
     inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=added)
     inner.save(str(tmp_path / "numbers.json"))
     out, _ = run("export", of_words / "start1", tmp_path / "ends", tokenizer)
     assert "warning: AutoTokenizer adds </s> to the end of a prompt: take it off" in out
+    inner.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    inner.save(str(tmp_path / "numbers.json"))
+    out, _ = run("export", of_words / "start1", tmp_path / "bare", tokenizer)
+    assert "warning: AutoTokenizer doesn't begin a prompt with 1: make it the first id" in out
 
 
 def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp_path, run):
