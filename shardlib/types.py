@@ -494,8 +494,8 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
     """Returns an annotation as a tree of array types, and a tree of array types as it is.
 
     The value, a tree of arrays or of their types, decides between alternatives: `MLP | None` is MLP
-    for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, and a dict has the
-    value's keys. Raises TypeError or ValueError for a value of another structure, and SpecError for
+    for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, then by the dtype, and
+    a dict has the value's keys. Raises TypeError or ValueError for a value of another structure, and SpecError for
     alternatives or a dict without a value.
     """
     if isinstance(hint, ArrayType) or hint in (Any, None, type(None)):
@@ -517,11 +517,11 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
         raise SpecError(f"{hint}: choose one with types.choose")
     if origin is dict:
         return {name: type_tree(parts[1], x) for name, x in value.items()}
+    dims = value.spec.dims if isinstance(value, ArrayType) else getattr(value, "shape", ())
+    same = len(dims), getattr(value, "dtype", None)
     kinds = [part for part in parts if isinstance(part, ArrayType)]
-    if len(kinds) > 1:
-        dims = value.spec.dims if isinstance(value, ArrayType) else getattr(value, "shape", ())
-        same = getattr(value, "dtype", None), len(dims)
-        kinds = [kind for kind in kinds if (kind.dtype, len(kind.spec.dims)) == same]
+    # If none fits, `check_tree` says how the value differs from the nearest one.
+    kinds.sort(key=lambda kind: (len(kind.spec.dims) != same[0], kind.dtype != same[1]))
     others = (part for part in parts if not isinstance(part, ArrayType))
     fitting = [*(part for part in others if isinstance(value, part)), *kinds]
     if not fitting:
