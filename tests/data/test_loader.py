@@ -286,8 +286,9 @@ def test_a_mixture_tells_where_a_batch_is_from(paths):
 def test_a_mixture_of_the_validation_splits(paths):
     opened = open_mixture(paths, split="validation")
     assert "0.zarr/validation" in opened.origin(0) and "/train" not in opened.origin(0)
-    shuffled_otherwise = open_mixture(paths, split="validation", seed=1)
-    assert opened.origin(0) == shuffled_otherwise.origin(0), "losses are comparable"
+    for other in {"seed": 1}, {"sequences_per_read_block": 2}, {"streams": 2}:
+        shuffled_otherwise = open_mixture(paths, split="validation", **other)
+        assert opened.origin(0) == shuffled_otherwise.origin(0), "losses are comparable"
 
 
 def test_the_tokenizer_of_a_mixture(paths, tmp_path):
