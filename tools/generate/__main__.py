@@ -10,9 +10,8 @@ Text. The model gets its start token and the prompt, then generates one token pe
 of keys and values. A prompt that already begins with the start token, as a special token, gets no
 second one. A token attends to at most as many tokens as a row had in training, so a text may be
 longer than a row. A text ends after --tokens, or at an end-of-text id: the tokenizer's, or one in a
-config.json or generation_config.json beside the tokenizer or of the imported model. A model trained
-on flat tokens rarely emits one: the format marks the starts of documents and has no end token. The
-tokenizer bytes_utf8 has no end-of-text id.
+config.json or generation_config.json beside the tokenizer or of the imported model. A model learns
+to emit one from datasets made with end_token=true. The tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file, --batch lines at a time. A text doesn't
 depend on the other prompts: it is the one that --prompt would give. A repeated line gets further
@@ -30,9 +29,9 @@ divide the batch, it is padded. The same seed gives the same text on any mesh, u
 Evaluation. Packs the validation split's tokens, in order, into rows of the training's length.
 Attention doesn't cross documents. "Nats per token" is the mean loss over all tokens. "Bits per
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
-is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
-training, the first tokens of a row don't see the row before, so longer rows get lower losses.
---length sets another length of the rows.
+is told where documents start, and predicts where they end only in datasets made with
+end_token=true: elsewhere boundaries cost no bits. As in training, the first tokens of a row don't
+see the row before, so longer rows get lower losses. --length sets another length of the rows.
 """
 
 import argparse
