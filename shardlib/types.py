@@ -495,8 +495,8 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
 
     The value, a tree of arrays or of their types, decides between alternatives: `MLP | None` is MLP
     for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, then by the dtype, and
-    a dict has the value's keys. Raises TypeError or ValueError for a value of another structure, and SpecError for
-    alternatives or a dict without a value.
+    a dict has the value's keys. Raises TypeError or ValueError for a value of another structure,
+    and SpecError for alternatives or a dict without a value.
     """
     if isinstance(hint, ArrayType) or hint in (Any, None, type(None)):
         return None if hint is type(None) else hint
