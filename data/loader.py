@@ -89,7 +89,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             cure = "leave it out of one of them"
             raise UserError(f"training reads {min(both)}, and flat_tokens.validation too: {cure}")
         # Runs whose training is shuffled otherwise validate on the same rows.
-        blocks = {"sequences_per_read_block": 64, "read_blocks_per_shuffle_buffer": 64}
+        blocks: Any = {"sequences_per_read_block": 64, "read_blocks_per_shuffle_buffer": 64}
         fixed = dataclasses.replace(self, seed=0, streams=1, **blocks)
         same = self if split == "train" else fixed
         return Mixture(same, spec, split)
