@@ -33,7 +33,7 @@ import numpy as np
 
 from checks import layout, numbers, trials
 from checks.blame import explain
-from checks.jaxprs import communicating
+from checks.jaxprs import communicating, equations
 from configs.schema import Config
 from configs.sizes import DIMENSIONS, dimensions
 from runtime.config import sources
@@ -153,11 +153,14 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     for _, function in functions:
         with contextlib.suppress(Exception):
             own[function] = trace(function, mesh, {})
+    dims = dimensions(config)
+    if not (None in own and _scans_layers(program, config, mesh, own[None])):
+        del dims["layers"]  # at probe sizes they are too many for a loop in Python
     probed, pairs = list[Any](), list[Any]()
     for name, function in functions:
         traced = functools.partial(trace, function)
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
-            probed.append(layout.probe(traced, axes, dimensions(config), alone, unused))
+            probed.append(layout.probe(traced, axes, dims, alone, unused))
             pairs.append((function, own.get(function) or traced(mesh, {}), traced(one_device, {})))
             if parting := layout.parting(pairs[-1][1], pairs[-1][2], entries=True):
                 at, here, there = parting
@@ -167,6 +170,15 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
                     "part or by the number of devices?"
                 )
     return [probed[0], pairs]
+
+
+def _scans_layers(program: Any, config: Any, mesh: jax.sharding.AbstractMesh, own: Any) -> bool:
+    """Returns whether the step, whose jaxpr is `own`, is as long with twice as many layers."""
+    with contextlib.suppress(Exception):  # these layers may not fit the program
+        twice = config.changed({"model.layers": 2 * config.model.layers})
+        lengths = (sum(1 for _ in equations(x)) for x in (own, trace_step(program, twice, mesh)))
+        return len({*lengths}) == 1
+    return False
 
 
 def untried(program: Any, config: Any, pairs: list[Any]) -> str:

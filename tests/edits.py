@@ -361,6 +361,15 @@ hidden = jax.nn.gelu(gate) * up
 === rows_one_by_one: loop
 --- after swiglu: hidden
 hidden = lax.map(lambda row: jax.nn.silu(row[0]) * row[1], (gate, up))
+=== streams_of_layers_before: loop over layers in Python
+--- instead forward: return
+streams, made = [x], []
+for i in range(config.layers):
+    layer = jax.tree.map(lambda array, i=i: array[i], weights.layers)
+    x, routed = block(x + streams[i // 2], layer)
+    streams.append(x)
+    made.append(routed)
+return x, jax.tree.map(lambda *each: jnp.stack(each), *made)
 === recomputed_activation: recomputation
 --- after swiglu: hidden
 hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)

@@ -219,6 +219,18 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
     assert ", in swiglu: this config computes tanh, but " in found
 
 
+SCAN = "return lax.scan(block, x, weights.layers, unroll=unroll)"
+LOOP = """for i in range(config.layers):
+        x, routed = block(x, jax.tree.map(lambda array: array[i], weights.layers))
+    return x, routed"""
+
+
+def test_a_loop_in_python_goes_over_as_many_layers_as_the_config_has():
+    """The other sizes of the probe would take hours: it has half a million layers."""
+    module = edited("train.py", (SCAN, LOOP))
+    assert untried(module, config_of(module)) == ""
+
+
 SWAPPED = {
     "hidden = jax.nn.silu(": ("gate", "up"),
     "sin, cos = sin[:, :, None]": ("sin", "cos"),
