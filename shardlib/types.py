@@ -748,7 +748,8 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
 
 CURE = (
     "declare it split, or reduce it with ops.reduce_sum and ops.psum or with ops.reduce_max, and "
-    "do so before ops.all_gather: JAX treats a gathered value as varying"
+    "do so before ops.all_gather: JAX treats a gathered value, and a replicated weight, as varying"
+    " (compute with the latter where it is used)"
 )
 
 
