@@ -89,9 +89,10 @@ def load(schema: type[C], values: Any) -> C:
         raise UserError(unknown(schema, key))
     missing = [each["loc"] for each in errors if each["type"] == "missing"]
     lacking = [str(loc[-1]) for loc in missing if loc[:-1] == error["loc"][:-1]]
-    if error["type"] == "missing" and len(lacking) > 1 and "." in key and "[" not in key:
+    if error["type"] == "missing" and len(lacking) > 1 and "[" not in key:
         section, cure = key.rpartition(".")[0], "add them, or choose a config that has them"
-        raise UserError(f"{section} lacks {', '.join(lacking)}: {cure}")
+        cure = cure if section else "begin its file with `defaults: [base, _self_]`"
+        raise UserError(f"{section or 'the config'} lacks {', '.join(lacking)}: {cure}")
     if error["type"] == "missing":
         raise UserError(f"{key} is missing" + ("" if "[" in key else f": add {key}=..."))
     if error["type"] == "dataclass_type" and "[" not in key:
@@ -111,6 +112,8 @@ def unknown(schema: Any, key: str) -> str:
     # All mesh axes for a wrong one: no name of one letter is more similar than the others.
     similar = similar or [name for name in known if name[:-1] == f"{key.rpartition('.')[0]}."]
     similar = similar or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if key in similar:
+        return f"unknown key `{key}`: in a file, write each of its parts on a line, indented"
     return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
 
 

@@ -1,6 +1,7 @@
 """The devices of a run, simulated ones of CPUs included."""
 
 import functools
+import glob
 import importlib.util
 import math
 import os
@@ -15,6 +16,7 @@ from shardlib.errors import UserError
 from shardlib.mesh import show_axes
 
 CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+ACCELERATORS = "/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*"  # the last two: TPUs
 ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA_FLAGS for CPU programs that take longer to optimize than to run.
@@ -27,6 +29,7 @@ QUICK_COMPILES = (
 # JAX would take these from the environment, which would change numbers or stops, or refuse steps.
 SETTINGS = {
     "check_tracer_leaks": False,
+    "default_matmul_precision": None,
     "default_prng_impl": "threefry2x32",
     "disable_jit": False,
     "enable_preemption_service": True,
@@ -84,18 +87,22 @@ def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
     return Mesh(arranged, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def make_mesh(axes: dict[str, int]) -> Mesh:
+def make_mesh(axes: dict[str, int], trains: bool = False) -> Mesh:
     """A mesh over the first devices. The first axis is the outermost, over the slowest links.
 
     Raises UserError if there are too few devices or, with several hosts, too many, or if JAX fell
-    back to CPUs.
+    back to CPUs though it has a GPU plugin or, in a run that `trains`, the machine an accelerator.
     """
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]
-    if fell_back and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
+    plugin = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+    if fell_back and (plugin or (trains and any(map(glob.glob, ACCELERATORS)))):
         problem = "JAX's GPU plugin is installed, but JAX found no GPU"
-        cure = "what it printed above says why. JAX_PLATFORMS=cpu in the environment uses the CPU"
-        raise UserError(f"{problem}; {cure}")
+        cure = "what it printed above says why"
+        if not plugin:
+            problem = "this machine has an accelerator, but JAX found none"
+            cure = "install requirements-gpu.txt or -tpu.txt, or end the process that holds it"
+        raise UserError(f"{problem}; {cure}. JAX_PLATFORMS=cpu in the environment uses the CPU")
     if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:
         wanted = ".".join(map(str, ON_GPUS))
         raise UserError(f"jax {jax.__version__} is too old for GPUs: install {wanted} or newer")

@@ -31,14 +31,19 @@ def _flush(end: str = "") -> None:
         os._exit(128 + signal.SIGPIPE)
 
 
-def _unavailable(jax: Any) -> str:
-    """Returns a message if JAX has none of the devices that JAX_PLATFORMS names, else ""."""
+def _unavailable(jax: Any, problem: str) -> str:
+    """Returns a message if JAX has none of the devices that JAX_PLATFORMS names, or if that is the
+    problem without it, else ""."""
     if names := os.environ.get("JAX_PLATFORMS"):
         try:
             jax.devices()
         except (RuntimeError, AssertionError) as error:  # it asserts that there is a plugin
-            why = str(error).partition(" (set JAX_PLATFORMS")[0] or "JAX has no plugin for it"
+            why = str(error).partition(" (set JAX_PLATFORMS")[0]
+            why = why or "JAX has no plugin for it, or found no such device"
             return f"JAX_PLATFORMS={names} in the environment: {why}; unset it, or set it to cpu"
+    elif problem.startswith("Unable to initialize backend"):
+        why = problem.partition(" (set JAX_PLATFORMS")[0]
+        return f"{why}; JAX_PLATFORMS=cpu in the environment uses the CPU"
     return ""
 
 
@@ -75,7 +80,7 @@ def user_errors() -> Iterator[None]:
             message = f"error: {error}"
         elif isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED: "):
             message = f"error: not enough memory: {error}"
-        elif jax and (problem := _unavailable(jax)):
+        elif jax and (problem := _unavailable(jax, str(error))):
             message = f"error: {problem}"
         elif several_hosts and isinstance(error, jax.errors.JaxRuntimeError):
             message = f"error: a step failed, perhaps because another host was lost: {error}"

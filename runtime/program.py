@@ -208,7 +208,8 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         problem = re.sub("LexerNoViable.*", "it has a character that needs quotes", problem)
         key, equals, value = str(error.override).lstrip("+").partition("=")
         cure = f"; if it is text, quote it: {shlex.quote(f'{key}={_quoted(value)}')}"
-        return f"can't parse {error.override}: {problem}" + (cure if equals else "")
+        is_text = equals and str in keys(schema).get(key, (str,))
+        return f"can't parse {error.override}: {problem}" + (cure if is_text else "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None) or ""
     if isinstance(cause, MissingMandatoryValue):
@@ -219,6 +220,8 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     if group := re.search(r"Could not override '([^']+)'", problem):
         cure = f"add one with +{group[1]}=..., or choose a config that has one with --config-name"
         return f"this config has no choice of {group[1]}; {cure}"
+    if chosen := re.match(r"Multiple values for (.+?)\. .*'override \1: (.*)'", problem):
+        return f"this config has chosen a {chosen[1]}: replace it with {chosen[1]}={chosen[2]}"
     if commas := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' 1\. ", problem):
         key, value = commas.groups()
         text = shlex.quote(f"{key.lstrip('+')}={_quoted(value)}")

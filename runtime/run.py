@@ -16,6 +16,7 @@ import os
 import pathlib
 import platform
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -35,7 +36,7 @@ from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig
 from runtime.config import ROOT, Section, as_text, flat, plain, sources
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
-from runtime.supervise import Stop, check_hosts_agree, locked, of_all_hosts
+from runtime.supervise import Stop, check_hosts_agree, handled, locked, of_all_hosts
 from runtime.values import Kept, Name, NonNegativeInt, Path, PositiveInt, Seconds, one_of
 from shardlib.errors import UserError
 from shardlib.mesh import axis_group
@@ -97,7 +98,7 @@ class RunConfig(Section):
     deterministic: bool
     num_hosts: PositiveInt
     coordinator: str
-    process_id: NonNegativeInt
+    process_id: NonNegativeInt | None
     heartbeat_timeout_seconds: PositiveInt
     simulate_devices: bool
 
@@ -132,12 +133,17 @@ class MeshConfig(Section, key="mesh"):
         return {"r": self.r, "s": self.d // self.r, "c": self.c, "t": self.t}
 
 
+PROXIES = {"http_proxy", "https_proxy", "grpc_proxy"}  # environment variables that gRPC reads
+
+
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
     for key in "process_id", "coordinator":
         fits = config.num_hosts > 1 or not getattr(config, key)
         config.require(fits, key, "num_hosts is 1, with which each host trains alone")
+    there = not config.coordinator or config.process_id is not None
+    config.require(there, "process_id", "give each host its number, from 0")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
@@ -156,12 +162,15 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                     socket.create_server(("", port)).close()
                 settings |= {"coordinator_address": config.coordinator}
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
+                if PROXIES & {*os.environ}:  # set for downloads; gRPC would ask for it there
+                    os.environ.setdefault("no_grpc_proxy", config.coordinator.rpartition(":")[0])
             at = config.coordinator and f" at {config.coordinator}"
-            waits = f"waiting for {config.num_hosts} hosts{at}"
+            waits = f"waiting for {config.num_hosts} hosts{at}, for five minutes"
             waiting = threading.Timer(30, tell, (waits, sys.stderr))
             waiting.daemon = True
             waiting.start()
-            jax.distributed.initialize(**settings)
+            with handled([signal.SIGINT], signal.SIG_DFL):  # JAX would go on waiting
+                jax.distributed.initialize(**settings)
             waiting.cancel()
         except (ValueError, OSError) as error:
             where = config.coordinator and f" coordinator={config.coordinator}"
@@ -177,7 +186,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE":
         if config.num_hosts == 1 and (started := os.environ.get(name, "1")) != "1":
             say(f"note: {name}={started}, and num_hosts=1: each of these processes trains alone")
-    return devices.make_mesh(axes)
+    return devices.make_mesh(axes, trains=not config.simulate_devices)
 
 
 def check_settings_agree(config: RunConfig) -> None:
@@ -625,8 +634,11 @@ class Run(contextlib.ExitStack):
         return f"{speed}, MFU {mfu}" if mfu else speed
 
 
+ENVIRONMENT = "JAX_", "XLA_", "LIBTPU_", "NCCL_"  # what these begin may change numbers and speed
+
+
 def origin() -> dict[str, Any]:
-    """Records what a run depends on besides its config: source, versions, devices."""
+    """Records what a run depends on besides its config: source, versions, devices, environment."""
     packages = ("jax", "jaxlib", "numpy", "zarr", "datasets", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
     found = jax.devices()
@@ -638,6 +650,7 @@ def origin() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "devices": f"{len(found)} x {found[0].device_kind}",
         "hosts": jax.process_count(),
+        "environment": {k: x for k, x in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
 
 

@@ -41,7 +41,10 @@ def tensorboard(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row]
 
     # SummaryWriter writes in a thread. After an error there it would wait forever.
     (folder / "tensorboard").mkdir(exist_ok=True)
-    writer = EventsWriter(str(folder / "tensorboard/events"))
+    # TensorBoard reads files in the order of their names, which continue with the time: the clock
+    # of another machine may be behind.
+    number = len([*(folder / "tensorboard").iterdir()])
+    writer = EventsWriter(str(folder / f"tensorboard/events.start{number:04d}"))
 
     def write(step: float, **content: Any) -> None:
         writer.write_event(Event(wall_time=time.time(), step=int(step), **content))

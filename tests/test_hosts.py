@@ -264,7 +264,7 @@ def test_a_save_that_fails_on_one_host_is_reported_by_both_at_the_next_save(tmp_
 def test_a_port_in_use_gets_one_message():
     with socket.create_server(("", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"
-        config = small_config("num_hosts=2", f"coordinator={address}")
+        config = small_config("num_hosts=2", f"coordinator={address}", "process_id=0")
         with pytest.raises(UserError) as error:
             make_mesh(config, {"d": 2, "t": 1})
     message = f"num_hosts=2 coordinator={address}: [Errno 98] Address already in use"

@@ -66,6 +66,7 @@ CASES = {
     "a config group as a number": ["model=84"],
     "a coordinator without a port": ["num_hosts=2", "coordinator=10.0.0.1"],
     "a second host of one": ["process_id=1"],
+    "a host without its number": ["num_hosts=2", "coordinator=10.0.0.1:8476"],
     "a coordinator of one host": ["coordinator=10.0.0.1:8476"],
     "a group that no config has": ["x/y=1"],
     "a section that is null": ["hf_dataset.path=x"],
@@ -167,6 +168,7 @@ NAMES = {
     "config not named": [],
     "config local_test_syntetic": ["--config-name=local_test_syntetic"],
     "a config group without a config": ["model=1b", "paths.model_name=x"],
+    "a config group with two configs": ["--config-name=c4_h100x8_1b", "+model=2b"],
 }
 
 

@@ -61,6 +61,7 @@ def test_a_key_is_the_same_whatever_the_environment():
     settings |= {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0"}
     settings |= {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_TRANSFER_GUARD": "disallow"}
     settings |= {"JAX_NO_TRACING": "1", "JAX_DISABLE_JIT": "1"}
+    settings |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     done = python("-c", KEY, **settings)
     assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r}\n", done.stderr
 
@@ -72,6 +73,18 @@ def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
     try:
         with pytest.raises(UserError, match="GPU plugin is installed, but JAX found no GPU"):
             devices.make_mesh({"d": 1})
+    finally:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def test_a_run_does_not_fall_back_to_the_cpu_of_a_machine_with_an_accelerator(monkeypatch):
+    monkeypatch.setattr(devices, "ACCELERATORS", ("/dev/nul[k-m]",))
+    assert devices.make_mesh({"d": 1}, trains=True).size == 1, "JAX_PLATFORMS=cpu"
+    jax.config.update("jax_platforms", None)
+    try:
+        assert devices.make_mesh({"d": 1}).size == 1, "tools may"
+        with pytest.raises(UserError, match="this machine has an accelerator, but JAX found none"):
+            devices.make_mesh({"d": 1}, trains=True)
     finally:
         jax.config.update("jax_platforms", "cpu")
 

@@ -52,3 +52,10 @@ def test_a_platform_that_is_not_there_is_one_line(name):
     problem = f"error: JAX_PLATFORMS={name} in the environment"
     assert done.stderr.splitlines()[-1].startswith(problem)
     assert "Traceback" not in done.stderr
+
+
+def test_a_backend_that_fails_is_one_line(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    problem, cure = "Unable to initialize backend 'cuda': no driver", "JAX_PLATFORMS=cpu in the"
+    with pytest.raises(SystemExit, match=f"^error: {problem}; {cure} environment"), user_errors():
+        raise RuntimeError(f"{problem} (set JAX_PLATFORMS='' to choose a backend)")
