@@ -149,19 +149,31 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
     # First on the config's own mesh: whatever the source remembers, as by functools.cache, is then
     # of the mesh that it will train on. `layout.probe` describes an error better.
-    own = dict[Any, Any]()
-    for _, function in functions:
-        with contextlib.suppress(Exception):
-            own[function] = trace(function, mesh, {})
-    dims = dimensions(config)
-    if not (None in own and _scans_layers(program, config, mesh, own[None])):
-        del dims["layers"]  # at probe sizes they are too many for a loop in Python
+    own, one = dict[Any, Any](), dict[Any, Any]()
+    for made, on in (own, mesh), (one, one_device):
+        for _, function in functions:
+            with contextlib.suppress(Exception):
+                made[function] = trace(function, on, {})
+
+    def scans_layers(function: Any) -> bool:
+        """Whether a function is as long with twice as many layers. On one device, as Muon pads
+        matrices to the number of devices."""
+        with contextlib.suppress(Exception):  # these layers may not fit the program
+            layers = {"model.layers": 2 * config.model.layers}
+            twice = resized(config, {}, one_device.shape, layers)
+            both = one[function], trace_step(program, twice, one_device, function)
+            return len({sum(1 for _ in equations(each)) for each in both}) == 1
+        return False
+
     probed, pairs = list[Any](), list[Any]()
     for name, function in functions:
-        traced = functools.partial(trace, function)
+        traced, dims = functools.partial(trace, function), dimensions(config)
+        if not scans_layers(function):
+            del dims["layers"]  # at probe sizes they are too many for a loop in Python
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
             probed.append(layout.probe(traced, axes, dims, alone, unused))
-            pairs.append((function, own.get(function) or traced(mesh, {}), traced(one_device, {})))
+            here, there = own.get(function), one.get(function)
+            pairs.append((function, here or traced(mesh, {}), there or traced(one_device, {})))
             if parting := layout.parting(pairs[-1][1], pairs[-1][2], entries=True):
                 at, here, there = parting
                 raise ShardTypeError(
@@ -170,15 +182,6 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
                     "part or by the number of devices?"
                 )
     return [probed[0], pairs]
-
-
-def _scans_layers(program: Any, config: Any, mesh: jax.sharding.AbstractMesh, own: Any) -> bool:
-    """Returns whether the step, whose jaxpr is `own`, is as long with twice as many layers."""
-    with contextlib.suppress(Exception):  # these layers may not fit the program
-        twice = config.changed({"model.layers": 2 * config.model.layers})
-        lengths = (sum(1 for _ in equations(x)) for x in (own, trace_step(program, twice, mesh)))
-        return len({*lengths}) == 1
-    return False
 
 
 def untried(program: Any, config: Any, pairs: list[Any]) -> str:

@@ -91,7 +91,7 @@ def load(schema: type[C], values: Any) -> C:
     lacking = [str(loc[-1]) for loc in missing if loc[:-1] == error["loc"][:-1]]
     if error["type"] == "missing" and len(lacking) > 1 and "[" not in key:
         section, cure = key.rpartition(".")[0], "add them, or choose a config that has them"
-        cure = cure if section else "begin its file with `defaults: [base, _self_]`"
+        cure = cure if section else "add them, or begin its file with `defaults: [base, _self_]`"
         raise UserError(f"{section or 'the config'} lacks {', '.join(lacking)}: {cure}")
     if error["type"] == "missing":
         raise UserError(f"{key} is missing" + ("" if "[" in key else f": add {key}=..."))

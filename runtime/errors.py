@@ -32,8 +32,8 @@ def _flush(end: str = "") -> None:
 
 
 def _unavailable(jax: Any, problem: str) -> str:
-    """Returns a message if JAX has none of the devices that JAX_PLATFORMS names, or if that is the
-    problem without it, else ""."""
+    """Returns a message if JAX has none of the devices that JAX_PLATFORMS names, or if the text of
+    an error, `problem`, says that a backend failed, else ""."""
     if names := os.environ.get("JAX_PLATFORMS"):
         try:
             jax.devices()
@@ -50,9 +50,10 @@ def _unavailable(jax: Any, problem: str) -> str:
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
-    memory, or of devices that JAX_PLATFORMS names. Any other exception is a bug and keeps its
-    traceback. It ends quietly on Ctrl-C, with exit code 130, and if nobody reads its output any
-    more, as with `| head -1`. Characters that the terminal's encoding lacks are printed as escapes.
+    memory, of devices that JAX_PLATFORMS names, or of a backend. Any other exception is a bug and
+    keeps its traceback. It ends quietly on Ctrl-C, with exit code 130, and if nobody reads its
+    output any more, as with `| head -1`. Characters that the terminal's encoding lacks are printed
+    as escapes.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as

@@ -163,9 +163,11 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                 settings |= {"coordinator_address": config.coordinator}
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
                 if PROXIES & {*os.environ}:  # set for downloads; gRPC would ask for it there
-                    os.environ.setdefault("no_grpc_proxy", config.coordinator.rpartition(":")[0])
+                    os.environ.setdefault(
+                        "no_grpc_proxy", config.coordinator.rpartition(":")[0].strip("[]")
+                    )
             at = config.coordinator and f" at {config.coordinator}"
-            waits = f"waiting for {config.num_hosts} hosts{at}, for five minutes"
+            waits = f"waiting for {config.num_hosts} hosts{at}, for at most five minutes"
             waiting = threading.Timer(30, tell, (waits, sys.stderr))
             waiting.daemon = True
             waiting.start()
@@ -177,7 +179,9 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
             unless = "unless Slurm, Open MPI or a TPU pod starts the hosts"
             cure = "" if where else f". Set coordinator=ADDRESS:PORT and process_id, {unless}"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-                cure = "; another process here has the port, perhaps a host without its process_id"
+                cure = (
+                    "; another process here has the port, perhaps a host with the same process_id"
+                )
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}{cure}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
@@ -634,7 +638,8 @@ class Run(contextlib.ExitStack):
         return f"{speed}, MFU {mfu}" if mfu else speed
 
 
-ENVIRONMENT = "JAX_", "XLA_", "LIBTPU_", "NCCL_"  # what these begin may change numbers and speed
+# Beginnings of environment variables that may change numbers or speed.
+ENVIRONMENT = "JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"
 
 
 def origin() -> dict[str, Any]:

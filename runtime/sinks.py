@@ -43,8 +43,8 @@ def tensorboard(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row]
     (folder / "tensorboard").mkdir(exist_ok=True)
     # TensorBoard reads files in the order of their names, which continue with the time: the clock
     # of another machine may be behind.
-    number = len([*(folder / "tensorboard").iterdir()])
-    writer = EventsWriter(str(folder / f"tensorboard/events.start{number:04d}"))
+    before = max((x.name[12:16] for x in folder.glob("tensorboard/events.start*")), default="0")
+    writer = EventsWriter(str(folder / f"tensorboard/events.start{int(before) + 1:04d}"))
 
     def write(step: float, **content: Any) -> None:
         writer.write_event(Event(wall_time=time.time(), step=int(step), **content))

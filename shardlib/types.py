@@ -517,13 +517,12 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
         raise SpecError(f"{hint}: choose one with types.choose")
     if origin is dict:
         return {name: type_tree(parts[1], x) for name, x in value.items()}
-    dims = value.spec.dims if isinstance(value, ArrayType) else getattr(value, "shape", ())
-    same = len(dims), getattr(value, "dtype", None)
-    kinds = [part for part in parts if isinstance(part, ArrayType)]
+    of = getattr(value, "spec", value)
+    n = len(of.dims if isinstance(of, Spec) else getattr(of, "shape", ()))
+    kinds = [x for x in parts if isinstance(x, ArrayType) and hasattr(value, "dtype")]
     # If none fits, `check_tree` says how the value differs from the nearest one.
-    kinds.sort(key=lambda kind: (len(kind.spec.dims) != same[0], kind.dtype != same[1]))
-    others = (part for part in parts if not isinstance(part, ArrayType))
-    fitting = [*(part for part in others if isinstance(value, part)), *kinds]
+    kinds.sort(key=lambda x: (abs(len(x.spec.dims) - n), not jnp.issubdtype(value.dtype, x.dtype)))
+    fitting = [x for x in parts if not isinstance(x, ArrayType) and isinstance(value, x)] + kinds
     if not fitting:
         raise TypeError(f"{describe(value)} is none of {hint}")
     return type_tree(fitting[0], value)
@@ -749,7 +748,7 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
 CURE = (
     "declare it split, or reduce it with ops.reduce_sum and ops.psum or with ops.reduce_max, and "
     "do so before ops.all_gather: JAX treats a gathered value, and a replicated weight, as varying"
-    " (compute with the latter where it is used)"
+    " (compute with a weight where it is used)"
 )
 
 

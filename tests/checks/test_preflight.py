@@ -223,12 +223,21 @@ SCAN = "return lax.scan(block, x, weights.layers, unroll=unroll)"
 LOOP = """for i in range(config.layers):
         x, routed = block(x, jax.tree.map(lambda array: array[i], weights.layers))
     return x, routed"""
+BY_LAYER = """
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def by_layer(weights: Stored, config: Config) -> f32["layers M/t/c/d"]:
+    return jnp.stack([weights.layers.mlp_norm[i] for i in range(config.model.layers)])
+
+
+"""
 
 
 def test_a_loop_in_python_goes_over_as_many_layers_as_the_config_has():
     """The other sizes of the probe would take hours: it has half a million layers."""
-    module = edited("train.py", (SCAN, LOOP))
-    assert untried(module, config_of(module)) == ""
+    for edit in (SCAN, LOOP), (STEP, BY_LAYER + STEP):
+        module = edited("train.py", edit)
+        assert untried(module, config_of(module)) == ""
 
 
 SWAPPED = {
