@@ -156,8 +156,8 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
                 made[function] = trace(function, on, {})
 
     def scans_layers(function: Any) -> bool:
-        """Whether a function is as long with twice as many layers. On one device, as Muon pads
-        matrices to the number of devices."""
+        """Returns whether a function is as long with twice as many layers. On one device, as Muon
+        pads matrices to the number of devices."""
         with contextlib.suppress(Exception):  # these layers may not fit the program
             layers = {"model.layers": 2 * config.model.layers}
             twice = resized(config, {}, one_device.shape, layers)

@@ -88,11 +88,12 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         if split == "train" and (both := trained & held_out):
             cure = "leave it out of one of them"
             raise UserError(f"training reads {min(both)}, and flat_tokens.validation too: {cure}")
+        if split == "train":
+            return Mixture(self, spec, split)
         # Runs whose training is shuffled otherwise validate on the same rows.
-        blocks: Any = {"sequences_per_read_block": 64, "read_blocks_per_shuffle_buffer": 64}
-        fixed = dataclasses.replace(self, seed=0, streams=1, **blocks)
-        same = self if split == "train" else fixed
-        return Mixture(same, spec, split)
+        fixed: Any = {"seed": 0, "streams": 1, "sequences_per_read_block": 64}
+        fixed["read_blocks_per_shuffle_buffer"] = max(1, 2**16 // spec.length)  # 4M tokens
+        return Mixture(dataclasses.replace(self, **fixed), spec, split)
 
     def open_split(self, path: str, split: str, vocab: int) -> FlatTokens | Bins:
         """Opens a split of one of the datasets, whose ids must be below `vocab`."""

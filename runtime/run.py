@@ -157,15 +157,13 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                 # Under Slurm and MPI JAX would take the one GPU with the process's local number.
                 settings |= {"local_device_ids": range(count)}
             if config.coordinator:
+                address, _, port = config.coordinator.rpartition(":")
                 if config.process_id == 0:  # JAX crashes if it can't listen
-                    port = int(config.coordinator.rpartition(":")[2])
-                    socket.create_server(("", port)).close()
+                    socket.create_server(("", int(port))).close()
                 settings |= {"coordinator_address": config.coordinator}
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
-                if PROXIES & {*os.environ}:  # set for downloads; gRPC would ask for it there
-                    os.environ.setdefault(
-                        "no_grpc_proxy", config.coordinator.rpartition(":")[0].strip("[]")
-                    )
+                if PROXIES & {*os.environ}:  # set for downloads; gRPC would go through them, too
+                    os.environ.setdefault("no_grpc_proxy", address.strip("[]"))
             at = config.coordinator and f" at {config.coordinator}"
             waits = f"waiting for {config.num_hosts} hosts{at}, for at most five minutes"
             waiting = threading.Timer(30, tell, (waits, sys.stderr))
@@ -179,9 +177,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
             unless = "unless Slurm, Open MPI or a TPU pod starts the hosts"
             cure = "" if where else f". Set coordinator=ADDRESS:PORT and process_id, {unless}"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-                cure = (
-                    "; another process here has the port, perhaps a host with the same process_id"
-                )
+                cure = "; another process here has the port, perhaps with the same process_id"
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}{cure}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")

@@ -517,8 +517,7 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
         raise SpecError(f"{hint}: choose one with types.choose")
     if origin is dict:
         return {name: type_tree(parts[1], x) for name, x in value.items()}
-    of = getattr(value, "spec", value)
-    n = len(of.dims if isinstance(of, Spec) else getattr(of, "shape", ()))
+    n = len(value.spec.dims if isinstance(value, ArrayType) else getattr(value, "shape", ()))
     kinds = [x for x in parts if isinstance(x, ArrayType) and hasattr(value, "dtype")]
     # If none fits, `check_tree` says how the value differs from the nearest one.
     kinds.sort(key=lambda x: (abs(len(x.spec.dims) - n), not jnp.issubdtype(value.dtype, x.dtype)))

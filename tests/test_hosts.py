@@ -67,6 +67,7 @@ CLUSTERS = {
     },
     "kubernetes": lambda job, process, count: {
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "http_proxy": "http://127.0.0.1:1",  # that isn't there
         "SETTINGS": f"coordinator=localhost:{61440 + job} process_id={process}",
     },
 }

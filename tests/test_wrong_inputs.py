@@ -169,11 +169,16 @@ NAMES = {
     "config local_test_syntetic": ["--config-name=local_test_syntetic"],
     "a config group without a config": ["model=1b", "paths.model_name=x"],
     "a config group with two configs": ["--config-name=c4_h100x8_1b", "+model=2b"],
+    "a config that extends nothing": ["--config-dir=.", "--config-name=alone"],
+    "a config with a dotted key": ["--config-dir=.", "--config-name=dotted", "paths.model_name=x"],
 }
 
 
 @pytest.mark.parametrize("case", NAMES)
 def test_the_name_of_a_config(case, folder, train_here):
+    pathlib.Path("alone.yaml").write_text("training: {steps: 2}")
+    dotted = "defaults: [local_test_synthetic, _self_]\ntraining.steps: 2"
+    pathlib.Path("dotted.yaml").write_text(dotted)
     _, message = train_here(*NAMES[case])
     message = message.split("choose from ")[0].split("NAME: ")[0]  # without the list, which grows
     check(case, message, contents(folder), folder)

@@ -53,7 +53,10 @@ def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, c
     assert done.stdout.split() == [str(count), "True", "True"], done.stderr
 
 
-KEY = "import runtime.devices, jax; print(repr(jax.random.uniform(jax.random.key(5), 3)))"
+KEY = """
+import runtime.devices, jax
+print(repr(jax.random.uniform(jax.random.key(5), 3)), jax.config.jax_default_matmul_precision)
+"""
 
 
 def test_a_key_is_the_same_whatever_the_environment():
@@ -63,7 +66,7 @@ def test_a_key_is_the_same_whatever_the_environment():
     settings |= {"JAX_NO_TRACING": "1", "JAX_DISABLE_JIT": "1"}
     settings |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     done = python("-c", KEY, **settings)
-    assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r}\n", done.stderr
+    assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r} None\n", done.stderr
 
 
 def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
