@@ -17,9 +17,10 @@ import pytest
 import train
 from checks import preflight
 from runtime import supervise
-from runtime.config import keys
+from runtime.config import keys, load
 from runtime.errors import user_errors
 from runtime.run import Run
+from shardlib.errors import UserError
 from tests import golden
 from tests.files import save_state, write_tokens
 from tests.helpers import SMALL, compose_config, mesh, random_weights
@@ -169,19 +170,23 @@ NAMES = {
     "config local_test_syntetic": ["--config-name=local_test_syntetic"],
     "a config group without a config": ["model=1b", "paths.model_name=x"],
     "a config group with two configs": ["--config-name=c4_h100x8_1b", "+model=2b"],
-    "a config that extends nothing": ["--config-dir=.", "--config-name=alone"],
     "a config with a dotted key": ["--config-dir=.", "--config-name=dotted", "paths.model_name=x"],
 }
 
 
 @pytest.mark.parametrize("case", NAMES)
 def test_the_name_of_a_config(case, folder, train_here):
-    pathlib.Path("alone.yaml").write_text("training: {steps: 2}")
     dotted = "defaults: [local_test_synthetic, _self_]\ntraining.steps: 2"
     pathlib.Path("dotted.yaml").write_text(dotted)
     _, message = train_here(*NAMES[case])
     message = message.split("choose from ")[0].split("NAME: ")[0]  # without the list, which grows
     check(case, message, contents(folder), folder)
+
+
+def test_a_config_that_extends_nothing():
+    """Hydra would set up logging for it, in this process."""
+    with pytest.raises(UserError, match=r"^the config lacks .*begin its file with `defaults: \[ba"):
+        load(train.Config, {})
 
 
 def nothing_is_compiled(monkeypatch):
