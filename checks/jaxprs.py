@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from runtime.source import source_line
 from shardlib.ops import SCOPE
@@ -144,6 +145,11 @@ def _source(eqn: JaxprEqn, op: str, operands: list[Fact]) -> Any:
     if name in SHAPING or (name == "name" and operands[0].source is None):
         return operands[0].source
     return hash((name, eqn.params.get("name"), *(x.source for x in operands)))
+
+
+def live(jaxpr: Any) -> Any:
+    """Returns the jaxpr without equations whose results nothing uses. Keeps all its arguments."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def communicating(jaxpr: Any, kind: str) -> set[str]:

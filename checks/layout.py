@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, op_of
+from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, live, op_of
 from runtime.hlo import phase
 from shardlib import ops
 from shardlib.errors import ShardTypeError
@@ -147,8 +147,9 @@ def _marked(x: jax.Array, _: Spec, what: str) -> jax.Array:
 
 
 def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
-    """The jaxpr of a function, given the shapes of its arrays and its static last arguments. Raises
-    ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
+    """The jaxpr of a function, given the shapes of its arrays and its static last arguments,
+    without what nothing uses. Raises ShardTypeError if it asks JAX what it runs on, and JAX's error
+    for a leaked tracer."""
     last = tuple(range(len(shapes), len(shapes) + len(static)))
     with on_any_machine(), ops.watching(_marked):
         made = jax.make_jaxpr(function, static_argnums=last)(*shapes, *static)
@@ -157,8 +158,9 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     # JAX takes a leaked tracer for a constant until something reads it.
     jax.tree.map(jnp.copy, made.consts)
     keys = jax.dtypes.extended  # PRNG keys, which aren't numbers
-    constants[closed.jaxpr] = [None if jnp.issubdtype(x.dtype, keys) else x for x in closed.consts]
-    return closed.jaxpr
+    jaxpr = live(closed.jaxpr)
+    constants[jaxpr] = [None if jnp.issubdtype(x.dtype, keys) else x for x in closed.consts]
+    return jaxpr
 
 
 def probe(
@@ -421,9 +423,9 @@ def moved(jaxpr: Any) -> set[tuple[str, tuple[int, ...]]]:
 
 # Parameters that are numbers, such as those of top_k and integer_pow.
 COUNTS = "k", "y"
-# Primitives that compute nothing: names, and those that hold equations, of which JAX leaves some
+# Primitives that compute nothing: names, and those that hold equations, which JAX adds or leaves
 # empty while it differentiates a loop.
-INERT = "jit", "custom_jvp_call", "custom_vjp_call", "name"
+INERT = "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "name"
 
 
 def _shown(x: np.ndarray) -> str:

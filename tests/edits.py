@@ -370,6 +370,9 @@ for i in range(config.layers):
     streams.append(x)
     made.append(routed)
 return x, jax.tree.map(lambda *each: jnp.stack(each), *made)
+=== slice_for_its_shape: dead code
+--- after swiglu: hidden
+hidden = hidden + jnp.zeros_like(hidden[:, :1, :1])
 === recomputed_activation: recomputation
 --- after swiglu: hidden
 hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import train
+from checks import layout
 from data.loader import TokenBatch
 from runtime import devices
 from shardlib.mesh import abstract_mesh
@@ -73,7 +74,7 @@ def program(described):
     with jax.set_mesh(devices.make_mesh(axes)):
         built = step.lower(*placed_shapes(hint, sizes), config, *static).compile()
     with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
-        jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
+        jaxpr = layout.traced(step, make_shapes(hint, sizes), config, *static)
     actual = compiled.collectives(built.as_text(), axes, "steps.py")
     sizes = memory.arguments(jaxpr), built.memory_analysis().argument_size_in_bytes
     return ledger(jaxpr, axes).transfers, actual, sizes

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from checks.jaxprs import COLLECTIVES, axes_of, equations, line_of, makers, on_host, op_of
 from kernels.attention import KERNEL
@@ -64,11 +63,10 @@ class Ledger(NamedTuple):
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     """Lists what each device of a mesh with these axes receives, computes and, if there is a
-    gradient, saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where
+    gradient, saves in a function under `typed_shard_map`, given its jaxpr by `layout.traced`. Where
     TPUs and GPUs run a fused kernel, lists the matmuls of its plain twin."""
-    used = live(jaxpr)
     transfers, products = [], []
-    for eqn, path, line, runs, _ in equations(used):
+    for eqn, path, line, runs, _ in equations(jaxpr):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         over = axes_of(eqn) if name in COLLECTIVES else ()
@@ -83,9 +81,9 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             flops = _flops(eqn, [array.shape for array in arrays])
             size, in_kernel = sum(map(nbytes, arrays)), KERNEL in path
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
-    bodies = [e.params["jaxpr"] for e in used.eqns if e.primitive.name == "shard_map"]
+    bodies = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]
-    return Ledger(transfers, products, saved, _kernel_bytes(used))
+    return Ledger(transfers, products, saved, _kernel_bytes(jaxpr))
 
 
 def share_received(kind: str, count: int) -> float:
@@ -93,11 +91,6 @@ def share_received(kind: str, count: int) -> float:
     a ring: the other devices' parts, twice in an all-reduce; all of it in a permute."""
     others = (count - 1) / count
     return {"all-reduce": 2 * others, "permute": 1, "collective-permute": 1}.get(kind, others)
-
-
-def live(jaxpr: Any) -> Any:
-    """Returns the jaxpr without equations whose results nothing uses."""
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def nbytes(array: Any) -> int:

@@ -43,7 +43,7 @@ from kernels.attention import KERNEL
 from runtime.hlo import phase
 from shardlib.mesh import abstract_mesh
 from shardlib.types import compute, computing_in, f32, make_shapes, type_tree
-from tools.audit.ledger import PRODUCTS, Ledger, live, nbytes
+from tools.audit.ledger import PRODUCTS, Ledger, nbytes
 
 ARGUMENTS = "weights", "moments", "batch"
 SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "logits of a chunk"
@@ -95,15 +95,15 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dic
 
 def arguments(jaxpr: Any) -> int:
     """Returns the bytes per device of the arguments that a function under `typed_shard_map` uses,
-    given the jaxpr of its `jax.jit`."""
-    (outer,) = (eqn for eqn in live(jaxpr).eqns if eqn.primitive.name == "shard_map")
+    given its jaxpr by `layout.traced`."""
+    (outer,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
     return sum(nbytes(var.aval) for var in next(jaxprs_in_params(outer.params)).invars)
 
 
 def _results(jaxpr: Any, layers: int) -> Iterator[tuple[str, int]]:
     """Yields the phase and the bytes of each result of a matmul or loop in the layers' backward
     pass, whose equations run at least `layers` times."""
-    for eqn, path, _, runs, _ in equations(live(jaxpr)):
+    for eqn, path, _, runs, _ in equations(jaxpr):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
         written = eqn.primitive.name in (*PRODUCTS, "scan") and KERNEL not in path
         if in_layer and written:
