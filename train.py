@@ -9,9 +9,9 @@ Mesh axes, outermost first, that is, over the slowest links first:
     s  shards of a replica: each layer gathers its weights over s where it uses them (FSDP).
     c  context: splits the sequence. Attention gathers keys and values over c.
     t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
-d stands for r and s together, all data parallelism: it splits the batch. (The group d is declared
-beside the config's `mesh`, in runtime/run.py.) All large weights are stored split over all axes. A
-config that names only d and t has r = c = 1.
+d isn't an axis of its own but stands for r and s together, all data parallelism: it splits the
+batch. A config sets d and t, and r and c where they aren't 1; s is d / r. All large weights are
+stored split over all axes.
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
@@ -21,7 +21,9 @@ Dimensions:
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
 sum. "[V/t]" is the dimension that ops.index_unreduced indexes. "" is a scalar. compute[...] is an
-array of the config's dtype, bfloat16 or float32.
+array of the config's dtype, bfloat16 or float32. Stacked["layers", Layer] is a Layer whose arrays
+have a first dimension `layers`; Mapped[function, Layer] one whose arrays have the types that
+`function` returns; in a Subset[Layer] some arrays are missing.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions: with d=4 and c=2, "B/d L/c" has shape
@@ -40,11 +42,14 @@ backward pass, whose collectives follow from the forward ones:
 
 The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
 adds these up. Over an axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of
-the whole array in a gather or a reduce-scatter, and twice that in an all-reduce. The backward pass
-recomputes each layer, and so repeats its gathers. `python -m tools.audit` lists all collectives,
-with their bytes; the phase "update" has those outside of jax.grad, such as the gradient norm's.
-The batch's fields, all "B/d L/c", are inputs, targets, loss_mask, position and start: see
-TokenBatch in data/loader.py.
+the gathered array in a gather or a reduce-scatter, and twice the array's in an all-reduce.
+`python -m tools.audit` lists all collectives, with the bytes that a device receives, by phase:
+forward; recomputed, as the backward pass recomputes each layer, and so repeats its gathers;
+backward; and update, outside of jax.grad, such as the gradient norm's.
+
+The batch's fields are "B/d L/c": inputs and targets, loss_mask (false for padding), position (in
+the row) and start (the position at which the target's document starts). See TokenBatch in
+data/loader.py.
 """
 
 import dataclasses
@@ -138,8 +143,8 @@ class Weights:
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The weight's type with the dimension that s splits split over r, too. Types of small weights,
-    which s doesn't split, stay."""
+    """The weight's type with the dimension that s splits split over r, too. Types that s doesn't
+    split, such as a bias's, stay."""
     dims = (Dim(x.name, (*x.over, "r") if "s" in x.over else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
@@ -253,22 +258,24 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # The compiler could delay a layer's weight gradients, and keep their inputs in memory. With
+    # A compiler may put off a layer's weight gradients, and so keep their inputs in memory. With
     # FSDP (over s and c) and no tensor parallelism (over t), the gradients' reduce-scatters prevent
-    # it; otherwise `in_turn` does.
+    # it; otherwise `in_turn` does, which sends nothing.
     fsdp_without_tp = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
     # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
-    # Megatron's sequence parallelism: a chunk of the loss is then the same part of L on all devices
-    # along t. The price: each of these devices computes the same norms.
+    # Megatron's sequence parallelism, where devices along t hold different positions, so that a
+    # chunk of the loss would need all of them. The price: each of these devices computes the same
+    # norms.
     #
-    # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
-    # kernels also save the softmax's denominators), x after attention, gate and up. Kept once, not
-    # per layer: the values that `block` uses from outside (sin, cos, the keys' positions) and the
-    # embedding lookup's ids. The batch needs no copy: it is the step's argument. The backward pass
-    # recomputes the rest: norms, attention's scores, the product of gate and up, and the gathers of
-    # x, k, v and weights. It repeats no reduce-scatter: the x after each one is saved.
+    # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; on
+    # GPUs and TPUs, and so in the audit, also the softmax's denominators), x after attention, gate
+    # and up. Kept once, not per layer: the values that `block` uses from outside (sin, cos, the
+    # keys' positions) and the embedding lookup's ids. Weights and the batch are arguments of the
+    # step, in memory anyway. The backward pass recomputes the rest: norms, attention's scores, the
+    # product of gate and up, and the gathers of x, k, v and weights. It repeats no reduce-scatter:
+    # the sum that follows each one is saved, as this layer's x or the next one's.
     @functools.partial(
         explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_without_tp
     )
@@ -407,8 +414,9 @@ def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
 
 @typechecked
 def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
-    """Gathers all weights over r, once a step. Small weights aren't split: their backward pass is
-    an all-reduce of their gradients, in f32."""
+    """Gathers all weights over r, once a step; with r=1 nothing is sent. Weights that r doesn't
+    split, such as biases, are there already: their backward pass is an all-reduce of their
+    gradients, in f32."""
 
     def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
         if not wanted.initial.learned:  # it has no gradient to add up
@@ -433,9 +441,9 @@ def loss_and_grads(
     """Returns the sums of losses and metrics, the number of targets, and the gradient of the mean
     objective. jax.grad returns gradients that are added up over the devices of a replica and split
     like the weights, because the backward pass of a weight's all_gather is a reduce-scatter, in
-    bf16 like the gather. Each microbatch gathers the weights again and reduce-scatters its
-    gradients, which are added up in f32. Over r, weights and gradients are sent once for all
-    microbatches."""
+    bf16 like the gather. Each microbatch gathers the weights again, unless the compiler moves
+    gathers out of the loop, and reduce-scatters its gradients, which are added up in f32. Over r,
+    weights and gradients are sent once for all microbatches."""
     replica, scatter_over_r = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
     count = target_count(batch)
     value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
@@ -540,15 +548,15 @@ def training_step(
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
-    # An all-reduce of a scalar, and another one if weights are split over t alone, as biases are.
+    # An all-reduce of a scalar for each set of axes that splits weights. Biases add a second set.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)
 
     with_muon = functools.partial(muon.update, adamw, moved)
     update = with_muon if config.training.optimizer == "muon" else adamw
-    given = state_type(config).weights, state.weights, grads, state.mu, state.nu
-    weights, mu, nu = update(*given, hyper, config)
+    kinds = state_type(config).weights
+    weights, mu, nu = update(kinds, state.weights, grads, state.mu, state.nu, hyper, config)
     metrics: Any = {name: x / count for name, x in sums.items() if x.ndim == 0}
     if config.model.experts:
         weights, more = experts.rebalanced(weights, state.weights, sums, hyper.bias_rate)

@@ -339,7 +339,7 @@ ops.reduce_sum("B/d l/c -> {U:d,c}", nats)
 --- swap block: ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
 ops.all_gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)
 === more decay by the length of a part
---- after training_step: update(*given, hyper, config)
+--- after training_step: update(kinds, state.weights, grads, state.mu, state.nu, hyper, config)
 wide = config.model.d_model
 weights = jax.tree.map(lambda w: 0.9 * w if w.shape[-1] == wide else w, weights)
 === a gain used without its gather

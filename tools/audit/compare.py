@@ -68,7 +68,7 @@ Labels = tuple[str, ...]
 def report(before: Result, after: Result, chip: chips.Chip | None) -> str:
     """Formats tables of the differences. Raises UserError if the earlier audit lacks tables, or is
     for another chip."""
-    if lacking := after.keys() - before.keys() - {"chip"}:
+    if lacking := after.keys() - before.keys() - {"chip", "sizes"}:
         cure = "write it again with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
     if (other := before.get("chip", after["chip"])) != after["chip"]:

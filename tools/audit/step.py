@@ -30,7 +30,7 @@ class Probed(NamedTuple):
         """Returns the type of an array of this shape, which has the shape `probed` at probe sizes:
         `bf16["B/d L F/t"]`, or `bf16["B/d/2 L F/t"]` in a loop over halves. Shows plain lengths if
         the dimensions are ambiguous."""
-        axes, sizes = config.mesh.axes, train.dimensions(config)
+        axes, sizes = config.mesh.axes, dimensions(config)
         names = []
         for length, at_probe in zip(shape, probed, strict=False):
             dims = layout.dims_of(at_probe, self.axes, self.sizes)
@@ -46,7 +46,7 @@ class Probed(NamedTuple):
 
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
-    mesh, sizes = layout.probe_mesh(config.mesh.axes, train.dimensions(config))
+    mesh, sizes = layout.probe_mesh(config.mesh.axes, dimensions(config))
     jaxpr, axes = preflight.check_types(train, config)[0][0], dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved)
@@ -72,6 +72,7 @@ def audit_step(
     return {
         "chip": kind,
         "mesh": axes,
+        "sizes": dimensions(config),
         "held": held,
         "peak": sum(held.values()),
         "host": sum(a.bytes for a in costs.saved if a.memory == "host"),

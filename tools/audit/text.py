@@ -89,8 +89,9 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     if needed > total_of(products):
         more = f"step_flops in configs/sizes.py says {show(needed, 'FLOP')}, which is more"
         of_model = f"{more}: edit it like the model, or each MFU is wrong."
+    sizes = ", ".join(f"{name}={size}" for name, size in result["sizes"].items())
     paragraphs = [
-        f"{count} devices: {show_axes(axes)}\n\n{summary(result, chip)}\n",
+        f"{count} devices: {show_axes(axes)}\n{sizes}\n\n{summary(result, chip)}\n",
         f"{terms_table(result)}\n",
         "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
         "tools.compile asks them.\n",
