@@ -54,21 +54,15 @@ def op_names(hlo: str) -> dict[str, str]:
 
 def operation(lowered: jax.stages.Lowered, number: int) -> str:
     """Names the operation in a line of a lowered program's text: `dot_general at train.py:253`."""
-    text = lowered.as_text(debug_info=True)
-    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-
-    def lines_of(place: str) -> Iterator[tuple[str, str]]:
-        yield from re.findall(r'"([^"]+\.py)":(\d+)', place)
-        for inner in re.findall(r"#loc\d*", place):
-            yield from lines_of(places[inner])
-
-    lines = [each for each in text.splitlines() if not each.startswith("#loc")][number:]
+    module: Any = lowered.compiler_ir()
+    text = module.operation.get_asm(enable_debug_info=True, use_local_scope=True)
+    lines = text.splitlines()[number:]
     name = re.search(r"(?<= stablehlo\.)\w+", lines[0])
     result = re.match(r" *(%\w+)", lines[0])
     # A constant may have no place of its own: take its first use's.
     uses = re.compile(rf"{result[1]}\b" if result else "$^")
     for line in [lines[0], *filter(uses.search, lines[1:])]:
-        for file, n in lines_of(line):
+        for file, n in re.findall(r'"([^"]+\.py)":(\d+)', line):
             if is_users(file):
                 return f"{name[0] if name else 'a function'} at {os.path.basename(file)}:{n}"
     return "the start"
