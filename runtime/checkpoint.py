@@ -231,15 +231,12 @@ class Checkpoint:
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
         Raises CheckpointError with the first difference and the cure, and `of_model` if the arrays
         fit."""
-        config = flat(self.settings.get("model") or {})
-        # An older version's config lacks keys for features that null, false or 0 switch off.
-        here = {f"model.{key}": value for key, value in model.items() if key in config or value}
-        there = {key: config.get(key.removeprefix("model.")) for key in here}
-        unknown = {key: x for key, x in config.items() if model and x and key not in model}
-        there |= {f"model.{key}": x for key, x in unknown.items()}
+        here, saved_model = flat({"model": model}), self.settings.get("model") if model else None
+        there = dict.fromkeys(here) | flat({"model": saved_model or {}})
         here |= {name: array["attributes"]["type"] for name, array in arrays.items()}
         there |= {name: array.attrs["type"] for name, array in self.arrays.items()}
-        differ = [x for x in {**here, **there} if here.get(x, MISSING) != there.get(x, MISSING)]
+        # An older version's config lacks keys for features that null, false or 0 switch off.
+        differ = [x for x in {**here, **there} if (here.get(x) or None) != (there.get(x) or None)]
         differ = [name for name in differ if name.startswith(("model.", prefix))]
         for name in differ[:1]:
             saved, wanted = (as_text(x.get(name, MISSING)) for x in (there, here))
@@ -499,7 +496,7 @@ class Checkpoints:
             cure = "with paths.clone_from and paths.clone_weights_only=true"
             problem = f"holds only weights; start a new run from them {cure}"
             raise CheckpointError(f"{self.newest.path} {problem}")
-        model = {} if self.other_model else flat(plain(self.config)["model"])
+        model = {} if self.other_model else plain(self.config)["model"]
         arrays = describe(self.hint, self.sizes)
         cure = f"choose another {self.key}, or use the checkpoint's config and train.py"
         clones = self.key == "paths.clone_from"
