@@ -517,9 +517,7 @@ class Run(contextlib.ExitStack):
         row: Row = {"step": (step := self.row.pop("step"))}
         in_parts = due(self.config.metrics.norms_interval, step, self.steps)
         for name, value in self.row.items():
-            if "/" not in name and getattr(value, "shape", ()) == ():
-                row[name] = float(value)
-            elif in_parts:
+            if in_parts or ("/" not in name and np.ndim(value) == 0):
                 entries = np.ndenumerate(np.asarray(value))
                 row |= {"/".join(map(str, (name, *index))): float(x) for index, x in entries}
         now = time.perf_counter()
