@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import pathlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -58,14 +57,15 @@ def _file_system(path: str) -> tuple[Any, str]:
     return files, inner
 
 
-def _place(path: str) -> Any:
-    """Returns a path for zarr: a Path for a folder, as zarr may take text for a URL."""
-    return path if "://" in path else pathlib.Path(path)
+def _store(path: str, read_only: bool = False) -> Any:
+    """Returns a folder or bucket as zarr takes it, which might take a folder's name for a URL."""
+    make: Any = FsspecStore.from_url if "://" in path else LocalStore
+    return make(path, read_only=read_only)
 
 
 def group(path: str, mode: Any) -> Any:
     """Opens a zarr group in a folder or a bucket."""
-    return zarr.open_group(_place(path), mode=mode)
+    return zarr.open_group(_store(path), mode=mode)
 
 
 def names(path: str) -> list[str]:
@@ -106,7 +106,7 @@ def write_group(path: str, attrs: dict[str, Any]) -> None:
     """Creates a group with these attributes and their checksum, and reads it back."""
     signed = attrs | {"checksum": checksum(attrs)}
     # Other hosts may have written chunks there, which open_group would refuse.
-    zarr.create_group(_place(path), attributes=signed, zarr_format=3)
+    zarr.create_group(_store(path), attributes=signed, zarr_format=3)
     if attributes(path) != signed:
         raise StoreError(f"{path} was written but can't be read back")
 
@@ -147,8 +147,7 @@ class _WholeStore(WrapperStore[Any]):
 
 def array(path: str, name: str, description: Any, read_only: bool = True) -> zarr.Array:
     """Returns an array in a group, given the content of its zarr.json, which isn't read."""
-    make: Any = FsspecStore.from_url if "://" in path else LocalStore
-    place = StorePath(_WholeStore(make(path, read_only=read_only)), name)
+    place = StorePath(_WholeStore(_store(path, read_only)), name)
     # zarr would leave out chunks of zeros. Here a missing chunk always means a lost chunk.
     return zarr.Array.from_dict(place, description).with_config({"write_empty_chunks": True})
 
