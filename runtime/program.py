@@ -73,7 +73,6 @@ def program(
         @functools.wraps(function)
         def main() -> None:
             composed: list[tuple[DictConfig, Any]] = []  # each config with Hydra's own
-            jobs: list[tuple[C, Any]] = []  # the same, checked
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
             # argparse wants all overrides together.
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: bool(re.match(OVERRIDE, a)))
@@ -91,8 +90,8 @@ def program(
                     with tempfile.TemporaryDirectory() as folders:
                         os.environ["SWEEP_FOLDERS"] = folders
                         compose()
-                    for config, hydra_config in composed:  # in compose Hydra would print errors
-                        jobs.append((typed(config, hydra_config), hydra_config))
+                    # Checked here, as in compose Hydra would print errors.
+                    jobs = [(typed(config, of_hydra), of_hydra) for config, of_hydra in composed]
                 except BrokenPipeError:
                     raise
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
