@@ -186,7 +186,8 @@ def draw(text: str, path: pathlib.Path) -> str:
         added = call.op == "constant" or re.search(r"/shard_map(/\w+\.\d+)?$", op_name)
         if (line := source_line(traces[frame])) and not added:
             file, number, function = re.split("[: ]", line)
-            files |= {os.path.basename(f.file_name): f.file_name for f in traces[frame].frames}
+            own = [f.file_name for f in traces[frame].frames if is_users(f.file_name)]
+            files |= {os.path.basename(file): file for file in own}
             part = phase(op_name) if op_name else "unknown"
             nodes[file, int(number), function][part][call.op] += 1
     rows = list[str]()

@@ -595,11 +595,11 @@ class Run(contextlib.ExitStack):
         """Prints how the run ended, after the last save. Returns the exit code."""
         self.flush()
         done = self.first + len(self.seconds)
-        if self.unlogged:
+        if unlogged := "".join(of_all_hosts(self.unlogged)):  # all end with 1, not one before all
             self._give_sinks()  # a save may have removed old checkpoints, and so made room
             for row in self.loggers[0][1] if self.first_host else []:
                 say(f"not in metrics.jsonl: {json.dumps(row)}")
-            raise UserError(f"{self.unlogged}; stopped after {done} steps, which are saved")
+            raise UserError(f"{unlogged}; stopped after {done} steps, which are saved")
         if self.stopping and done < self.steps:
             name = self.stop.received.name
             say(f"stopped by {name} after {done} steps; the same command resumes there")
