@@ -375,6 +375,7 @@ OTHERS = {
     "a config with an alias": {"config": "a: &a [1, 1]\nmodel: {size: *a}\n"},
     "a config with a tag": {"config": "model: !!python/object/apply:os.getcwd []\n"},
     "a config that is a list": {"config": "- 1\n"},
+    "a model that is a list": {"config": "model: [1]\n"},
     "a config that is no text": {"config": 5},
     "arrays that are none": {"arrays": ["embed"]},
     "an array without a shape": {"arrays": {"embed": {"data_type": "float32"}}},
