@@ -639,7 +639,8 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
         say(f"weights from {source.newest.path}" + (other and f", a model with {other}"))
         return make(weights, config)
     state = source.restore()
-    data.resume(source.position)
+    if config.hf_dataset:  # flat tokens need no position
+        data.position = source.position()
     say(f"resumed at step {first} from {source.newest.path}")
     if other := trained_with(config, source.newest):
         say(f"note: the steps before were trained with {other}")

@@ -8,7 +8,7 @@ token, and how many batches were made.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import jax
@@ -106,9 +106,6 @@ class StreamLoader(Batches):
                     yield np.concatenate(parts), place
                     parts, missing = [np.array([last], np.uint32)], count
             position, used = unit.position, 0
-
-    def resume(self, position: Callable[[], Any]) -> None:
-        self.position = position()
 
     def origin(self, number: int) -> str:
         return f"{self.name} batch {number} of the stream, counted from 0"

@@ -24,7 +24,7 @@ import os
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
@@ -283,7 +283,8 @@ class Batches(abc.ABC):
 
     count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
-    # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
+    # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`. A
+    # stream goes on where it is set to.
     position: Any = None
     made_of: Any = None  # of flat tokens: what tells each dataset from others, and their tokenizer
     files: frozenset[str] = frozenset()  # of a stream
@@ -297,11 +298,6 @@ class Batches(abc.ABC):
         self.local_rows = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
         parts = mesh_shape()["c"]
         self.order = balanced(spec.length, parts) if parts > 1 else slice(None)
-
-    def resume(self, position: Callable[[], Any]) -> None:
-        """Continues a stream from its position in a checkpoint. Other batches need none, as each
-        depends only on its number."""
-        self.position = None
 
     def epochs(self, batches: int) -> str:
         """Says how often so many batches take each dataset's rows, as in "0.4 and 12 epochs"; ""

@@ -43,12 +43,12 @@ def config_of(module: Any, *overrides: str, **options: Any) -> Any:
     return compose_config("local_test_synthetic", *given, schema=module.Config, **options)
 
 
-def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.State:
-    """The state with which train.py starts a run that has these checkpoints."""
+def starting_state(config: train.Config, checkpoints: Any) -> train.State:
+    """The state with which train.py starts a run on flat tokens that has these checkpoints."""
     paths = config.paths
     clone = paths.clone_from, paths.clone_weights_only, paths.clone_other_model
     start = checkpoints.starting_point(*clone)
-    return train.starting_state(config, *start, data)
+    return train.starting_state(config, *start, data=None)
 
 
 # A tiny model whose vocabulary covers the synthetic dataset.

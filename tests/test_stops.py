@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import types
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +181,7 @@ def test_a_clone_of_another_model_is_asked_for(runs, capsys):
         kinds, sizes = train.state_type(config), train.dimensions(config)
         with jax.set_mesh(mesh(1, 1)):
             made = Checkpoints(str(runs / "none"), kinds, sizes, config.to_yaml(), 4)
-            helpers.starting_state(config, made, FLAT)
+            helpers.starting_state(config, made)
 
     other = "paths.clone_other_model=true"
     with pytest.raises(CheckpointError, match=rf"factor is null in .*, or accept it with {other}"):
@@ -205,9 +204,6 @@ def test_a_clone_starts_from_anothers_whole_state(runs, start):
     assert arrays(checkpoint(runs / "state", 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
-FLAT = types.SimpleNamespace(resume=lambda position: None)  # batches
-
-
 def test_a_clone_starts_from_anothers_weights(runs, capsys):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
@@ -215,7 +211,7 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
     arguments = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
-        state = helpers.starting_state(config, own, FLAT)
+        state = helpers.starting_state(config, own)
         for name, actual in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert actual.tobytes() == wanted[name]
@@ -227,17 +223,17 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state = helpers.starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        state = helpers.starting_state(config, Checkpoints(str(runs / "new"), *arguments))
         line = capsys.readouterr().out.splitlines()[-1]
         assert int(state.step) == 5
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         sooner = small_config("model.vocab=128", "training.warmup_steps=8")
-        helpers.starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        helpers.starting_state(sooner, Checkpoints(str(runs / "new"), *arguments))
         note = "note: the steps before were trained with training.warmup_steps=10"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with golden.raises("runs.txt", "nothing to clone", CheckpointError, (str(runs), "runs")):
-            helpers.starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
+            helpers.starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments))
 
 
 def test_weights_that_a_step_made_infinite_are_in_no_checkpoint(runs, start):

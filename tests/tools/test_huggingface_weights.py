@@ -466,7 +466,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
         with pytest.raises(CheckpointError, match="/ours has an imported model"):
             Checkpoints(f"{tmp_path}/ours/checkpoints", *settings).starting_point("", True)
         none = Checkpoints(str(tmp_path / "none"), *settings)
-        state = helpers.starting_state(start, none, None)
+        state = helpers.starting_state(start, none)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: actual.pop(name) for name in wanted} == wanted
@@ -474,7 +474,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
         start.paths.clone_weights_only = False
         case, folder = "a clone of a whole state", (str(tmp_path), "...")
         with golden.raises("huggingface_weights.txt", case, CheckpointError, folder):
-            helpers.starting_state(start, none, None)
+            helpers.starting_state(start, none)
 
 
 # --- Mistakes, and work that is cut off -----------------------------------------------------------
