@@ -503,7 +503,7 @@ class Source:
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
         self.column, self.tokenizer = self.config.column, self.config.tokenizer
-        self.names, self.section = set[str](), self.config.prefix
+        self.section = self.config.prefix
         # Local paths are relative to it. Without `..`, as `datasets` lists files.
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
@@ -553,7 +553,7 @@ class Source:
                     special = {x for x in found if re.search("/__(?!pycache__/)[^/]*/", x)}
                     special = {*filter(os.path.isfile, special)}
                     left = special.difference(resolve_pattern(place, "") if special else ())
-                    if left and not self.names:
+                    if left:
                         listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
                         self.notes.append(f"{name} leaves out folders like __x__: {listed}")
                 else:
@@ -631,17 +631,17 @@ class Source:
         # Links to folders aren't followed, nor listed above.
         inside = folder.rglob("*") if by_name else ()
         left |= {str(x) for x in inside if x.is_symlink() and not x.is_file()}
-        if left and not self.names:
+        if left:
             self.notes.append(f"{folder} has files that aren't read: {listed(left)}")
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         names = [x if "://" in x else os.path.realpath(x) for x, _ in pairs]
-        for name, times in {} if self.names else Counter(names).items():
+        for name, times in Counter(names).items():
             if times > 1:
                 self.notes.append(f"{name} is read {times} times")
             if (other := re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", name)) in {*names} - {name}:
                 self.notes.append(f"{name} is read, and {other}: do they have the same texts?")
-        self.names = {*names}
+        self.names = {*names}  # of the files last listed
         return pairs
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
