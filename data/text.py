@@ -53,9 +53,7 @@ CSV_DIALECT = {"quotechar", "quoting", "escapechar", "doublequote", "skipinitial
 CSV_SETTINGS = {"sep", "names", "encoding", "encoding_errors"}
 UNTAGGED = "bytes of web files"  # that have no ETag
 UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
-FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
-SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
 class Unit(NamedTuple):
@@ -384,6 +382,7 @@ READERS = {
     "parquet": parquet_rows,
     "text": text_rows,
 }
+SUFFIXES = {f".{x}" for x in (*READERS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 # Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
 NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize"
@@ -505,7 +504,7 @@ class Source:
         self.column, self.tokenizer = self.config.column, self.config.tokenizer
         self.section = self.config.prefix
         # Local paths are relative to it. Without `..`, as `datasets` lists files.
-        self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
+        self.folder = Path(os.path.abspath(Path("" if path in READERS else path, folder)))
 
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Adds a note for files read twice. If the tokenizer loses part of
@@ -534,7 +533,7 @@ class Source:
         from datasets.data_files import resolve_pattern, sanitize_patterns
 
         load, output = self.load_dataset, os.path.realpath(self.output)
-        if load["path"] not in FILE_FORMATS and not self.folder.is_dir():
+        if load["path"] not in READERS and not self.folder.is_dir():
             return  # it is on the hub
         access = {"token": load.get("token"), "storage_options": load.get("storage_options") or {}}
         for pattern in itertools.chain(*sanitize_patterns(load["data_files"] or "**").values()):
@@ -579,7 +578,7 @@ class Source:
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             kind = type(builder).__module__.rpartition(".")[2]
             if not (reader := READERS.get(kind)):
-                formats = ", ".join(FILE_FORMATS)
+                formats = ", ".join(READERS)
                 raise UserError(f"its files are {kind}: only {formats} files are read")
             by = self.load_dataset.get("sample_by", "document")
             if by not in ("document", "line"):
