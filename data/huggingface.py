@@ -93,18 +93,14 @@ class StreamLoader(Batches):
         """Yields `count` encoded tokens at a time from a place on, preceded by the token before
         them, and the place after them."""
         position, used = place["position"], place["used"]
-        parts = [np.array([place.get("last", FILL)], np.uint32)]
-        missing = count
+        left = np.array([place.get("last", FILL)], np.uint32)
         for unit in self.units(position):
             position = {**position, "source": unit.position["source"]}  # `used` counts from here
-            while used < len(unit.tokens):
-                parts.append(unit.tokens[used : used + missing])
-                used, missing = used + len(parts[-1]), missing - len(parts[-1])
-                if not missing:
-                    last = int(parts[-1][-1])
-                    place = {"position": position, "used": used, "last": last}
-                    yield np.concatenate(parts), place
-                    parts, missing = [np.array([last], np.uint32)], count
+            left = np.append(left, unit.tokens[used:])
+            while len(left) > count:
+                found, left = left[: count + 1], left[count:]
+                used = len(unit.tokens) - len(left[1:])
+                yield found, {"position": position, "used": used, "last": int(left[0])}
             position, used = unit.position, 0
 
     def origin(self, number: int) -> str:
