@@ -635,12 +635,13 @@ class Source:
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         names = [x if "://" in x else os.path.realpath(x) for x, _ in pairs]
+        self.names = {*names}  # of the files last listed
         for name, times in Counter(names).items():
             if times > 1:
                 self.notes.append(f"{name} is read {times} times")
-            if (other := re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", name)) in {*names} - {name}:
+            other = re.sub(r"\.(bz2|gz|lz4|xz|zst)$", "", name)
+            if other != name and other in self.names:
                 self.notes.append(f"{name} is read, and {other}: do they have the same texts?")
-        self.names = {*names}  # of the files last listed
         return pairs
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
