@@ -535,7 +535,8 @@ class Source:
         load, output = self.load_dataset, os.path.realpath(self.output)
         if load["path"] not in READERS and not self.folder.is_dir():
             return  # it is on the hub
-        access = {"token": load.get("token"), "storage_options": load.get("storage_options") or {}}
+        stores = load.get("storage_options") or {}
+        access = DownloadConfig(token=load.get("token"), storage_options=stores)
         for pattern in itertools.chain(*sanitize_patterns(load["data_files"] or "**").values()):
             local, found = "://" not in pattern, list[str]()
             place = os.path.join(self.folder, pattern) if local else pattern
@@ -547,19 +548,15 @@ class Source:
             if local and glob.has_magic(literal):
                 raise UserError(f"{literal} would be read as a pattern: rename it, without *?[]")
             with contextlib.suppress(FileNotFoundError):
-                if local:
-                    found = fsspec.filesystem("file").glob(place)
-                    special = {x for x in found if re.search("/__(?!pycache__/)[^/]*/", x)}
-                    special = {*filter(os.path.isfile, special)}
-                    left = special.difference(resolve_pattern(place, "") if special else ())
-                    if left:
-                        listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
-                        self.notes.append(f"{name} leaves out folders like __x__: {listed}")
-                else:
-                    found = resolve_pattern(pattern, "", download_config=DownloadConfig(**access))
-            if not found:
+                found = resolve_pattern(place, "", download_config=access)
+            if load["data_files"] and not found:
                 where = f" in {self.folder}" if place != pattern else ""
                 raise UserError(f"{name} matches no file{where}")
+            every = fsspec.filesystem("file").glob(place) if local else []
+            special = {x for x in every if re.search("/__(?!pycache__/)[^/]*/", x)}
+            if left := {*filter(os.path.isfile, special)}.difference(found):
+                listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
+                self.notes.append(f"{name} leaves out folders like __x__: {listed}")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
