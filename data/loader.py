@@ -74,6 +74,11 @@ class FlatTokensConfig(Section, key="flat_tokens"):
 
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
+        if split == "validation":
+            # Runs whose training is shuffled otherwise validate on the same rows.
+            fixed: Any = {"seed": 0, "streams": 1, "sequences_per_read_block": 64}
+            fixed["read_blocks_per_shuffle_buffer"] = max(1, 2**16 // spec.length)  # 4M tokens
+            return Mixture(dataclasses.replace(self, **fixed), spec, split)
         if bool(self.mixture) == bool(self.filespec):
             weighted = "flat_tokens.mixture=[{filespec: DATASET, weight: 0.7}, ...]"
             cure = f"set one of flat_tokens.filespec=DATASET and {weighted}"
@@ -82,18 +87,12 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             {os.path.realpath(file) for path in paths for file in bin_files(path)}
             for paths in ([x.filespec for x in self.datasets], self.validation.values())
         )
-        for_bins = (self.end_token, self.bin_dtype) != (None, "uint16")
-        if for_bins and split == "train" and not trained | held_out:
+        if (self.end_token, self.bin_dtype) != (None, "uint16") and not trained | held_out:
             raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")
-        if split == "train" and (both := trained & held_out):
+        if both := trained & held_out:
             cure = "leave it out of one of them"
             raise UserError(f"training reads {min(both)}, and flat_tokens.validation too: {cure}")
-        if split == "train":
-            return Mixture(self, spec, split)
-        # Runs whose training is shuffled otherwise validate on the same rows.
-        fixed: Any = {"seed": 0, "streams": 1, "sequences_per_read_block": 64}
-        fixed["read_blocks_per_shuffle_buffer"] = max(1, 2**16 // spec.length)  # 4M tokens
-        return Mixture(dataclasses.replace(self, **fixed), spec, split)
+        return Mixture(self, spec, split)
 
     def open_split(self, path: str, split: str, vocab: int) -> FlatTokens | Bins:
         """Opens a split of one of the datasets, whose ids must be below `vocab`."""
