@@ -16,8 +16,8 @@ def main():
     jax.distributed.initialize()
     config, shape, host = request["config"], request["shape"], jax.process_index()
     with jax.set_mesh(make_mesh(request["mesh"])):
-        flat = "filespec" in config
-        source = FlatTokensConfig(**config, mixture=()) if flat else HuggingFaceConfig(**config)
+        kind = FlatTokensConfig if "filespec" in config else HuggingFaceConfig
+        source = kind(**config)
         loader = source.open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
         loader.position = request.get("positions", {}).get(str(host))
         rows = []

@@ -21,13 +21,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files, commit, requests = {}, "", []
 
     def do_GET(self):
-        url = urllib.parse.urlsplit(self.path)
-        self.requests.append(url.path)
-        code, answer = self.answer(urllib.parse.unquote(url.path))
-        self.send_response(code)
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        self.requests.append(path)
+        path = path.replace("/main/", f"/{self.commit}/").removesuffix(f"/revision/{self.commit}")
+        answer = self.answers().get(path, b"")
+        self.send_response(200 if answer else 404)
         self.send_header("ETag", f'"{sha1(answer)}"')
         self.send_header("X-Repo-Commit", self.commit)
-        if code == 404:
+        if not answer:
             self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -36,19 +37,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, path):
-        listed = [
-            {"type": "file", "path": name, "size": len(content), "oid": sha1(content)}
-            for name, content in self.files.items()
-        ]
-        known = {
-            f"/datasets/some/texts/resolve/{self.commit}/{n}": c for n, c in self.files.items()
-        }
-        known[f"/api/datasets/some/texts/tree/{self.commit}"] = json.dumps(listed).encode()
+    def answers(self):
         info = {"id": "some/texts", "sha": self.commit, "tags": [], "siblings": []}
-        known["/api/datasets/some/texts"] = json.dumps(info).encode()
-        path = path.replace("/main/", f"/{self.commit}/").removesuffix(f"/revision/{self.commit}")
-        return (200, known[path]) if path in known else (404, b"")
+        found, listed = {"/api/datasets/some/texts": json.dumps(info).encode()}, []
+        for name, content in self.files.items():
+            found[f"/datasets/some/texts/resolve/{self.commit}/{name}"] = content
+            about = {"size": len(content), "oid": sha1(content)}
+            listed.append({"type": "file", "path": name, **about})
+        tree = f"/api/datasets/some/texts/tree/{self.commit}"
+        return found | {tree: json.dumps(listed).encode()}
 
     def log_message(self, *_):
         pass

@@ -137,7 +137,6 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
 def test_batches_do_not_depend_on_the_number_of_hosts(path):
     opened = open_loader(path, streams=2)
     config = vars(config_of(path, streams=2))
-    del config["mixture"]
     request = {"config": config, "shape": (8, LENGTH, 1000), "mesh": axes(4, 2)}
     batches, _ = batches_on_hosts(**request, steps=(11, 15))
     for batch, (_, wanted) in zip(batches, opened.from_step(11, 15), strict=True):
