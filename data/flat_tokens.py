@@ -71,7 +71,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         if any(x not in known for x in there):
             raise FileExistsError(f"{self.name} is no part of a dataset; choose another output")
         with storage.opening(path):
-            root: Any = storage.group(path, "a")
+            self.root = root = storage.group(path, "a")
             complete = split in root and "max_token_id" in root[split].attrs
         if root.metadata.zarr_format != 3:
             raise FileExistsError(f"{path} has zarr's format 2, not 3; choose another output")

@@ -101,8 +101,6 @@ class Conversion:
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
         self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
-        with storage.opening(config.output):
-            self.root: Any = storage.group(config.output, "a")
         self.committed = time.monotonic()
 
     def add(self, unit: Unit, source: int) -> None:
@@ -137,7 +135,7 @@ class Conversion:
 
     def record(self, progress: dict[str, Any]) -> None:
         with storage.opening(self.config.output, "written"):
-            self.root.attrs["conversion"] = {**self.provenance, **progress}
+            self.writers["train"].root.attrs["conversion"] = {**self.provenance, **progress}
 
     def close(self) -> None:
         """Marks the splits complete."""
