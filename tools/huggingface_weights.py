@@ -192,12 +192,6 @@ class Tensor:
         return values
 
 
-def stacked(array: str) -> list[str]:
-    """Returns the dimensions of an array along which each index is a tensor of its own."""
-    name, theirs = TENSORS.get(array, ("", ""))
-    return theirs.split()[: name.count("{}")]
-
-
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes a checkpoint's arrays of weights, by name, except their chunks."""
     known = flat(dataclasses.asdict(model), "model.")
@@ -217,7 +211,8 @@ def tensors(model: train.ModelConfig, family: str) -> list[Tensor]:
     for array, entry in arrays.items():
         name, theirs = TENSORS.get(array, ("", ""))
         size = dict(zip(entry["dimension_names"], entry["shape"], strict=True))
-        kind, first = entry["attributes"]["type"], stacked(array)
+        # The dimensions along which each index is a tensor of its own.
+        kind, first = entry["attributes"]["type"], theirs.split()[: name.count("{}")]
         same = sorted(size) == sorted(re.findall(r"\w+", theirs)) and [*size][: len(first)] == first
         if not same or "float32[" not in kind:
             has = f"float32[{theirs}]" if theirs else "no tensor for it"
@@ -414,8 +409,8 @@ def copy_tokenizer(
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
     """Yields the values of tensors as they are in the checkpoint."""
-    for name in dict.fromkeys(tensor.array for tensor in wanted):
-        array, depth = source.arrays[name], len(stacked(name))
+    for name, depth in {tensor.array: len(tensor.index) for tensor in wanted}.items():
+        array = source.arrays[name]
         steps = [*array.chunks[:depth]]  # read whole chunks
         if steps[:1] != [1]:  # several layers, each with all of its experts
             steps[1:] = array.shape[1:depth]
@@ -578,10 +573,9 @@ def import_weights(path: str, output: str) -> str:
             model = dataclasses.replace(model, tied_embeddings=False)
     wanted = tensors(model, theirs["model_type"])
     check_tensors(opened, wanted, folder)
-    arrays = {}
-    for name, entry in entries(model).items():
-        depth = len(stacked(name))
-        arrays[name] = checkpoint.in_chunks(entry, [1] * depth + [*entry["shape"][depth:]])
+    chunks = {x.array: [1] * len(x.index) + [*x.sizes.values()] for x in wanted}
+    every = entries(model).items()
+    arrays = {name: checkpoint.in_chunks(entry, chunks[name]) for name, entry in every}
     target = Checkpoint(f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}")
     section = {"model": dataclasses.asdict(model)}
     rows = {"training": {"tokens": {"batch": 1, "len": length}}}
