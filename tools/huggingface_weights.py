@@ -283,7 +283,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         "rope_max_timescale": theta,
         "rope_scaling": None,
         "start_token": start,
-        "sliding_window": getattr(config, "sliding_window", None),
+        "sliding_window": config.sliding_window if family in WITH_WINDOW else None,
         **FAMILIES[family],
     }
     if rope["rope_type"] == "llama3":
@@ -297,8 +297,6 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     wanted |= {"quantization_config": None, "is_causal": True}
     kind = "sliding_attention" if model.sliding_window else "full_attention"
     wanted["layer_types"] = [kind] * model.layers
-    if family not in WITH_WINDOW:
-        wanted["sliding_window"] = None
     if family == "olmoe":  # its norms of queries have the size of the residual stream
         wanted["hidden_size"] = heads * model.d_head
     for key, ours in wanted.items():
