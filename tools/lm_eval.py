@@ -96,6 +96,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         raise UserError("chat templates aren't applied: leave out --apply_chat_template")
 
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        raise UserError("--use_cache: answers would be taken for any checkpoint's. Leave it out")
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         encode = self.codec.encode if add_special_tokens is False else self.codec.prompt
         return encode(string, self.model.config)
@@ -189,10 +192,6 @@ def main() -> None:
     with user_errors():
         if TemplateLM is object:
             raise UserError("this needs EleutherAI's lm-evaluation-harness: pip install lm-eval")
-        if any(x == "-c" or x.startswith("--use_cache") for x in sys.argv):
-            raise UserError(
-                "--use_cache: answers would be taken for any checkpoint's. Leave it out"
-            )
         sys.argv[1:1] = ["run", "--model=shardlight", "--batch_size=16"]
         cli_evaluate()
 

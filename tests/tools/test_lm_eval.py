@@ -48,9 +48,6 @@ def test_without_lm_eval_there_is_one_message(train_here, monkeypatch):
     monkeypatch.setattr(tool, "TemplateLM", object)
     _, message = train_here("runs/x", "--tasks", "y", program=tool.main)
     assert message.startswith("error: ") and "pip install lm-eval" in message
-    monkeypatch.setattr(tool, "TemplateLM", dict)
-    _, message = train_here("--use_cache", "y", "--tasks", "y", program=tool.main)
-    assert message.startswith("error: --use_cache: answers would be taken for any checkpoint's")
 
 
 # --- lm-eval's own model --------------------------------------------------------------------------
@@ -200,8 +197,12 @@ REFUSED = [
 ]
 
 
-def test_an_answer_that_can_not_be_generated_or_scored_is_refused(folder):
+def test_an_answer_that_can_not_be_generated_scored_or_cached_is_refused(folder):
+    from lm_eval.api.model import CachingLM
+
     model = opened(folder)
+    with pytest.raises(UserError, match="--use_cache: answers would be taken for any checkpoint's"):
+        CachingLM(model, str(folder / "cache"))
     for options, message in REFUSED:
         with pytest.raises(UserError, match=message):
             model.generate_until([request("the cat", options)])
