@@ -231,46 +231,38 @@ def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[An
     except UserError:  # the mesh doesn't fit
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
-        if noted:
-            with contextlib.suppress(Exception):
-                alone = _not_split(config)[0]
-                where = show_axes(dict.fromkeys(config.mesh.axes, 1), alone)
-                return probe(program, config, alone), f"types hold only with {where}"
-        problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
-        more = _where_they_hold(program, config, error)
-        if isinstance(error, OverflowError):
+        cure, more = "check=none trains it, and compares no numbers", ""
+        if found := _where_they_hold(program, config):
+            alone, probed = found
+            where = show_axes(dict.fromkeys(config.mesh.axes, 1), alone)
+            if ALWAYS.keys().isdisjoint(alone):
+                if noted:
+                    return probed, f"types hold only with {where}"
+                cure = "in training, check=noted accepts it, and compares the numbers"
+            more = f"\n    They hold with {where}, as in this config: {cure}"
+        elif isinstance(error, OverflowError):
             more = (
                 "\n    Integers have 32 bits, and dimensions are large here: make a factor a float"
             )
+        elif not isinstance(error, ShardTypeError):
+            with contextlib.suppress(Exception):
+                trace_step(program, config, abstract_mesh(config.mesh.axes))
+                more = (
+                    "\n    At the config's sizes, on its mesh, the step can be traced. If it needs "
+                    f"sizes like these, such as multiples of 32, or two that are equal: {cure}"
+                )
+        problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
         raise UserError(f"{problem}\n{explain(error)}{more}") from None
 
 
-def _not_split(config: Any) -> tuple[list[str], list[str]]:
-    """Returns the axes that neither the config's mesh nor that of the tiny runs splits, and those
-    that the config's doesn't."""
-    alone = [axis for axis, size in config.mesh.axes.items() if size == 1]
-    return [axis for axis in alone if axis not in ALWAYS], alone
-
-
-def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
-    """Returns a line for an error at probe sizes, or "". It says that the error disappears if the
-    config's axes of size 1 have size 1 there too, or at the config's own sizes."""
-    axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
-    cures = "in training, check=noted accepts it, and compares the numbers", cure
-    for alone, accepted in zip(_not_split(config), cures, strict=True):
+def _where_they_hold(program: Any, config: Any) -> tuple[list[str], list[Any]] | None:
+    """Returns axes of size 1 on the config's mesh that have size 1 at probe sizes, too, so that
+    types hold, and the jaxprs of `probe` there. Prefers axes that the tiny runs don't split."""
+    unsplit = [axis for axis, size in config.mesh.axes.items() if size == 1]
+    for alone in [axis for axis in unsplit if axis not in ALWAYS], unsplit:
         with contextlib.suppress(Exception):  # whatever an edited step raises
-            probe(program, config, alone)
-            where = show_axes(dict.fromkeys(axes, 1), alone)
-            return f"\n    They hold with {where}, as in this config: {accepted}"
-    if isinstance(error, ShardTypeError):
-        return ""
-    with contextlib.suppress(Exception):
-        trace_step(program, config, abstract_mesh(axes))
-        return (
-            "\n    At the config's sizes, on its mesh, the step can be traced. If it needs sizes "
-            f"like these, such as multiples of 32, or two that are equal: {cure}"
-        )
-    return ""
+            return alone, probe(program, config, alone)
+    return None
 
 
 # --- Numbers --------------------------------------------------------------------------------------
