@@ -46,7 +46,7 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -639,19 +639,9 @@ class _Signature:
                 check_tree(value, self.hints[name], f"argument `{name}` of {self.name}")
         return bound
 
-    def check_result(
-        self, result: Any, given: Collection[int] = ()
-    ) -> list[tuple[str, ArrayType, Any]]:
-        if "return" not in self.hints:
-            return []
-        leaves = check_tree(result, self.hints["return"], f"the result of {self.name}")
-        for path, kind, leaf in leaves:
-            # A scalar that varies lacks a sum. But in a pytree_dataclass, or among the arguments,
-            # whose ids are `given`, it may be a weight, which ops.broadcast makes varying.
-            sums = "." not in path and id(leaf) not in given
-            if kind.spec == Spec() and sums and inside_shard_map():
-                check_replicated(path, kind, leaf)
-        return leaves
+    def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
+        hint = self.hints.get("return", Any)
+        return check_tree(result, hint, f"the result of {self.name}")
 
 
 def typechecked(fn: F) -> F:
@@ -670,7 +660,12 @@ def typechecked(fn: F) -> F:
         with scope():
             given = jax.tree.leaves(signature.bind(args, kwargs).arguments)
             result = fn(*args, **kwargs)
-            signature.check_result(result, {*map(id, given)})
+            for path, kind, leaf in signature.check_result(result):
+                # A scalar that varies lacks a sum. But in a pytree_dataclass, or among the
+                # arguments, it may be a weight, which ops.broadcast makes varying.
+                sums = "." not in path and not any(leaf is x for x in given)
+                if kind.spec == Spec() and sums and inside_shard_map():
+                    check_replicated(path, kind, leaf)
         return result
 
     return typing.cast(F, wrapper)
