@@ -163,27 +163,6 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     return jaxpr
 
 
-def probe(
-    trace: Callable[[Any, dict[str, int]], Any],
-    axes: Iterable[str],
-    dims: Iterable[str],
-    alone: Collection[str] = (),
-    unused: Collection[str] = (),
-) -> Any:
-    """Checks a function at the sizes of `probe_mesh` and returns its jaxpr there.
-    `trace(mesh, sizes)` traces the function. `unused` is for `check`. Raises ShardTypeError, and
-    whatever `trace` raises."""
-    mesh, sizes = probe_mesh(axes, dims, alone)
-    axes_at_probe = dict(mesh.shape)
-    try:
-        jaxpr = trace(mesh, sizes)
-    except Exception as error:
-        error.args = tuple(name_lengths(str(arg), axes_at_probe, sizes) for arg in error.args)
-        raise
-    check(jaxpr, axes_at_probe, sizes, unused)
-    return jaxpr
-
-
 # Primitives allowed along a dimension that the config's mesh doesn't split, such as to look up
 # other positions.
 IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice"

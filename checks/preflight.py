@@ -145,10 +145,14 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     functions = [("the step", None), *trials.beside_the_step(program).items()]
 
     def trace(function: Any, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
+        try:
+            return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
+        except Exception as error:
+            error.args = tuple(layout.name_lengths(str(x), mesh.shape, sizes) for x in error.args)
+            raise
 
     # First on the config's own mesh: whatever the source remembers, as by functools.cache, is then
-    # of the mesh that it will train on. `layout.probe` describes an error better.
+    # of the mesh that it will train on. Errors are better at probe sizes, whose lengths have names.
     own, one = dict[Any, Any](), dict[Any, Any]()
     for made, on in (own, mesh), (one, one_device):
         for _, function in functions:
@@ -167,14 +171,17 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
     probed, pairs = list[Any](), list[Any]()
     for name, function in functions:
-        traced, dims = functools.partial(trace, function), dimensions(config)
+        dims = dimensions(config)
         if not scans_layers(function):
             del dims["layers"]  # at probe sizes they are too many for a loop in Python
+        on, sizes = layout.probe_mesh(axes, dims, alone)
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
-            probed.append(layout.probe(traced, axes, dims, alone, unused))
-            here, there = own.get(function), one.get(function)
-            pairs.append((function, here or traced(mesh, {}), there or traced(one_device, {})))
-            if parting := layout.parting(pairs[-1][1], pairs[-1][2], entries=True):
+            probed.append(trace(function, on, sizes))
+            layout.check(probed[-1], dict(on.shape), sizes, unused)
+            here = own.get(function) or trace(function, mesh, {})
+            there = one.get(function) or trace(function, one_device, {})
+            pairs.append((function, here, there))
+            if parting := layout.parting(here, there, entries=True):
                 at, here, there = parting
                 raise ShardTypeError(
                     f"{at}: {name} differs between meshes from here on: {here}, but {there} on one "
