@@ -163,9 +163,9 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     return jaxpr
 
 
-# Primitives allowed along a dimension that the config's mesh doesn't split, such as to look up
-# other positions.
-IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice"
+# Beginnings of primitives allowed along a dimension that the config's mesh doesn't split, such as
+# to look up other positions.
+IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice", "conv_", "reduce_window"
 
 
 def check(
@@ -179,7 +179,8 @@ def check(
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
     - in the forward pass, a reduction, sort, numbering, lookup or scatter along a split
       dimension, or along joined or padded parts; or a constant or random numbers as long as a
-      device's part. Dimensions split only over `unused` axes may be reversed and indexed."""
+      device's part. Dimensions split only over `unused` axes may be reversed, indexed and
+      convolved."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
@@ -213,7 +214,7 @@ def check(
             taken += [("constant", n) for v, x in pairs if x.constant for n in v.aval.shape]
         for what, length in taken:
             for dim in parts(length):
-                if what in IN_ORDER and {*dim.over} <= {*unused}:
+                if what.startswith(IN_ORDER) and {*dim.over} <= {*unused}:
                     continue
                 problems.append(
                     f"{at}: {what} over {dim}, of which each device has only a part: "
@@ -263,10 +264,13 @@ CURES = {
 }
 
 
+REDUCTIONS = "reduce_", "arg", "cum", "sort", "top_k", "approx_top_k"
+
+
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
     """Returns the lengths of dimensions that an equation reduces, sorts, reverses, accumulates,
-    numbers or fills with random numbers, or along which it scatters to entries that may coincide.
-    """
+    mixes, numbers or fills with random numbers, or along which it scatters to entries that may
+    coincide."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(operand.aval, "shape", ()) for operand in eqn.invars]
     if name == "iota":
@@ -278,14 +282,22 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
         of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]
         alone = numbers.scatter_indices_batching_dims
         return [n for i, n in enumerate(of_indices) if i not in alone]
+    taken: Any = ()
     if name == "dot_general":
         taken = params["dimension_numbers"][0][0]
-    elif name in ("reduce", "rev") or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
-        keys = "axes", "axis", "dimension", "dimensions"
+    elif name == "ragged_dot_general":
+        taken = params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
+    elif name == "conv_general_dilated":  # features of a group, and positions in a window
+        left, right, _ = params["dimension_numbers"]
+        taken = [i for i, k in zip(left[1:], right[1:], strict=True) if shapes[1][k] > 1]
+    elif name == "fft":
+        taken = range(-len(params["fft_lengths"]), 0)
+    elif name.startswith("reduce_window"):
+        taken = [i for i, n in enumerate(params["window_dimensions"]) if n > 1]
+    elif name in ("reduce", "rev") or name.startswith(REDUCTIONS):
+        keys = "axes", "axis", "dimension", "dimensions", "reduction_dimension"
         named = [params[key] for key in keys if key in params]
         taken = np.atleast_1d(*named or [-1]) if name != "reduce_precision" else ()
-    else:
-        taken = ()
     return [shapes[0][i] for i in taken]
 
 

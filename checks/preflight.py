@@ -171,10 +171,9 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
     probed, pairs = list[Any](), list[Any]()
     for name, function in functions:
-        dims = dimensions(config)
+        on, sizes = layout.probe_mesh(axes, dimensions(config), alone)
         if not scans_layers(function):
-            del dims["layers"]  # at probe sizes they are too many for a loop in Python
-        on, sizes = layout.probe_mesh(axes, dims, alone)
+            del sizes["layers"]  # at probe sizes they are too many for a loop in Python
         with contextlib.suppress(trials.NothingFits):  # `untried` names it
             probed.append(trace(function, on, sizes))
             layout.check(probed[-1], dict(on.shape), sizes, unused)
@@ -239,7 +238,11 @@ def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[An
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         cure, more = "check=none trains it, and compares no numbers", ""
-        if found := _where_they_hold(program, config):
+        if isinstance(error, OverflowError):
+            more = (
+                "\n    Integers have 32 bits, and dimensions are large here: make a factor a float"
+            )
+        elif found := _where_they_hold(program, config):
             alone, probed = found
             where = show_axes(dict.fromkeys(config.mesh.axes, 1), alone)
             if ALWAYS.keys().isdisjoint(alone):
@@ -247,10 +250,6 @@ def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[An
                     return probed, f"types hold only with {where}"
                 cure = "in training, check=noted accepts it, and compares the numbers"
             more = f"\n    They hold with {where}, as in this config: {cure}"
-        elif isinstance(error, OverflowError):
-            more = (
-                "\n    Integers have 32 bits, and dimensions are large here: make a factor a float"
-            )
         elif not isinstance(error, ShardTypeError):
             with contextlib.suppress(Exception):
                 trace_step(program, config, abstract_mesh(config.mesh.axes))

@@ -28,12 +28,15 @@ Trial = tuple[Any, ...]
 
 def beside_the_step(program: Any) -> dict[str, Any]:
     """The functions under typed_shard_map that the program, variants/ and kernels/ define, by name,
-    without the training step and its gradients."""
+    with the module's for those of others, without the training step and its gradients."""
+    found = dict[str, Any]()
     rooms = program.__name__, "variants", "kernels"
     mine = {x for x in types.shard_mapped if x.__module__.partition(".")[0] in rooms}
-    modules = [sys.modules[name] for name in sorted({x.__module__ for x in mine})]
-    known = {name: x for each in modules for name, x in vars(each).items() if callable(x)}
-    found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
+    for module in sorted({x.__module__ for x in mine}):
+        prefix = "" if module == program.__name__ else f"{module}."
+        known = vars(sys.modules[module]).items()
+        own = {name: x for name, x in known if callable(x) and x.__module__ == module}
+        found |= {prefix + name: x for name, x in own.items() if inspect.unwrap(x) in mine}
     return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
 
 

@@ -304,6 +304,10 @@ tokens = config.training.tokens
 seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
 rate = hyper.learning_rate * jnp.minimum(1, seen / 100)
 hyper = dataclasses.replace(hyper, learning_rate=rate)
+=== four_groups_of_neurons: reshape
+--- after swiglu: hidden
+groups = hidden.reshape(*hidden.shape[:2], 4, -1)
+hidden = (groups - groups.mean(-1, keepdims=True)).reshape(hidden.shape)
 === every_third_neuron_halved: indices
 --- after swiglu: hidden
 hidden = hidden.at[..., ::3].multiply(0.5)

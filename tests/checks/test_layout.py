@@ -38,6 +38,16 @@ PART_FOR_WHOLE = {  # of rows, or of the sequence
     "random_split over B/d": "jax.random.split(jax.random.PRNGKey(0), len(up))[0, 0]",
     "rev over B/d": "up[::-1]",
     "gather over L/c": "jnp.take_along_axis(up, jnp.int32(h[:, :, :1] > 0), axis=1)",
+    "reduce_window_sum over L/c": "lax.reduce_window(up, 0.0, lax.add, (1, 3, 1), (1, 1, 1), "
+    "[(0, 0), (2, 0), (0, 0)])",
+    "conv_general_dilated over L/c": "lax.conv_general_dilated(up, w_down[None, :3], (1,), "
+    "[(2, 0)], dimension_numbers=('NWC', 'IWO', 'NWC'), feature_group_count=up.shape[2])",
+    "conv_general_dilated over F/t": "lax.conv_general_dilated(up, w_down[:1, None], (1,), "
+    "[(0, 0)], dimension_numbers=('NWC', 'OWI', 'NWC'))",
+    "fft over F/t": "jnp.fft.fft(up.astype(f32.dtype)).real",
+    "ragged_dot_general over F/t": "lax.ragged_dot(up[0], w_down.swapaxes(0, 1)[None], "
+    "jnp.int32([up.shape[1]]))[:, :1]",
+    "approx_top_k over F/t": "lax.approx_max_k(up.astype(f32.dtype), 1)[0]",
 }
 
 

@@ -351,7 +351,7 @@ def test_a_function_that_only_the_loop_calls_is_tried():
 @pytest.mark.parametrize("mapped", ["typed_shard_map(print)", "jax.shard_map(print)"])
 def test_a_function_that_the_loop_maps_over_devices_is_named(mapped):
     kinds = "kinds = state_type(config)"
-    module = edited("train.py", (kinds, f"{kinds} or {mapped}"))
+    module = edited("train.py", (f"{kinds}\n", f"{kinds} or {mapped}\n"))
     assert untried(module, config_of(module)).startswith("fresh_state maps an unchecked function")
 
 
