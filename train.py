@@ -41,8 +41,10 @@ backward pass, whose collectives follow from the forward ones:
     index_unreduced, attention       nothing          nothing
 
 The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
-adds these up. Over an axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of
-the gathered array in a gather or a reduce-scatter, and twice the array's in an all-reduce.
+adds these up. Several axes of one dimension, as in "M/t/c/s -> M", take one collective. Over an
+axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of the gathered array in a
+gather or a reduce-scatter, and twice the array's in an all-reduce.
+
 `python -m tools.audit` lists all collectives, with the bytes that a device receives, by phase:
 forward; recomputed, as the backward pass recomputes each layer, and so repeats its gathers;
 backward; and update, outside of jax.grad, such as the gradient norm's.
@@ -134,7 +136,8 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    """The weights that a replica computes with."""
+    """The weights that a replica computes with, made from the Stored ones once a step by `cast` and
+    `gather_replica`."""
 
     embed: compute["V/t M/c/s", embedding]
     layers: Stacked["layers", Layer]
@@ -391,7 +394,7 @@ def total_loss(
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
-    unroll = config.layers_at_a_time(platform())
+    unroll = config.layers_at_a_time(platform())  # 1 in the audit, which has no devices
     x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so no logits are kept: only the gradients
     # of x and, summed over chunks in f32, of the gain and the unembedding. The audit counts the
