@@ -40,31 +40,12 @@ class Program(NamedTuple):
         return " ".join((self.topology, self.config, *self.overrides))
 
 
-LONG = "training.tokens={batch: 32, len: 8192}", "training.loss_chunks=32"
-WINDOW = "model.sliding_window=512", "model.n_q_per_kv=4", "model.n_kv=4"
-# Steps whose peak is in the loss.
-SMALL = "mesh.d=1", "mesh.t=1", "training.tokens={batch: 48, len: 2048}"
-SPLIT = "mesh.d=4", "mesh.t=2", "training.microbatches=4"
-TWO_HOSTS = Program("h100:2x8", "c4_h100x8_540m", ("mesh.d=16", "mesh.r=2"))
-PROGRAMS = [
-    Program("a100:1", "c4_a100x1_84m"),
-    Program("h100:8", "c4_h100x8_1b"),
-    Program("h100:8", "c4_h100x8_1b", ("mesh.d=4", "mesh.t=2")),
-    Program("h100:8", "c4_h100x8_1b", ("mesh.d=4", "mesh.c=2")),
-    Program("h100:8", "c4_h100x8_1b", ("training.microbatches=4",)),
-    Program("h100:8", "c4_h100x8_1b", LONG),
-    Program("h100:8", "c4_h100x8_1b", ("training.optimizer=muon",)),
-    Program("h200:8", "c4_h100x8_1b", WINDOW),
-    Program("b200:8", "fineweb_edu_h100x8_llama3_8b"),
-    Program("h100:4x8", "c4_h100x8x4_2b"),
-    Program("h100:8x8", "fineweb_edu_h100x8x8_qwen3_30b_a3b"),
-    Program("h100:8x8", "fineweb_edu_h100x8x8_olmoe"),
-    TWO_HOSTS,
-    Program("h100:1", "local_test_synthetic", ("model.vocab=131072", *SMALL)),
-    Program("a100:1", "c4_a100x1_84m", ("model.vocab=131072",)),
-    Program("h100:8", "c4_h100x8_1b", ("model.vocab=262144", *SPLIT)),
-]
-QUICK = PROGRAMS[1], TWO_HOSTS
+PAGE = (ROOT / "docs/gpus.md").read_text()
+# The page's table names what to compile: a topology, a config and overrides.
+NAMED = re.findall(r"^\| `(\S+:\S+) (\S+) ?(.*?)` \|", PAGE, re.MULTILINE)
+PROGRAMS = [Program(*of, tuple(re.findall(r"\S+=(?:\{.*?\}|\S+)", more))) for *of, more in NAMED]
+assert len(PROGRAMS) == 16, "as README.md and docs/checks.md say"
+QUICK = PROGRAMS[1], PROGRAMS[12]  # the second one on two hosts
 ALL = [
     pytest.param(p, id=str(p), marks=pytest.mark.slow if p in QUICK else pytest.mark.gpu_compile)
     for p in PROGRAMS
@@ -160,8 +141,7 @@ def test_predictions_are_within_8_percent_on_average():
 def test_the_page_has_the_figures(program):
     """Compares those for this version of JAX, and those for none."""
     print(program, figures(program))
-    page = (ROOT / "docs/gpus.md").read_text()
-    head, _, *rows = re.findall(r"^\| (.*) \|$", page, re.MULTILINE)
+    head, _, *rows = re.findall(r"^\| (.*) \|$", PAGE, re.MULTILINE)
     names = head.split(" | ")
     (row,) = (cells for cells in (row.split(" | ") for row in rows) if cells[0] == f"`{program}`")
     stated = dict(zip(names, map(str.strip, row), strict=True))
