@@ -344,15 +344,6 @@ def test_sums_of_squares_have_each_number_once_and_are_by_layer_also_if_layers_a
         np.testing.assert_allclose(sums, each.reshape(*sums.shape, -1).sum(-1), rtol=1e-5)
 
 
-def test_the_scope_name_carries_the_string():
-    text = "B/d L F/t, M F/t -> B/d L M {U:t}"
-    name = f"einsum_unreduced({text})".replace("/", "|")
-    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
-        x, up, down = np.ones((8, 3, 16), "f"), np.ones((16, 8), "f"), np.ones((16, 8), "f")
-        lowered = jax.jit(typed_shard_map(tensor_parallel)).lower(x, up, down)
-    assert name in lowered.compile().as_text()
-
-
 # By name, at sizes that tell all dimensions apart; run_misuse has the arrays.
 MISUSES = """
 all_gather of nothing: all_gather("B/d L M/t -> B/d L M/t", x)
