@@ -250,6 +250,11 @@ def test_a_run_that_is_at_work(folder, train_here, monkeypatch):
 
 TOOLS = {
     "generate: a seed that is too large": (generate, ["x", "--seed=99999999999999999999"]),
+    "generate: no device along t": (generate, ["x", "--t=0"]),
+    "generate: a share above 1": (generate, ["x", "--top-p=1.5"]),
+    "generate: prompts twice": (generate, ["x", "--prompts=y", "--prompt=z"]),
+    "generate: an evaluation and a prompt": (generate, ["x", "--evaluate=y", "--prompt="]),
+    "generate: rows without an evaluation": (generate, ["x", "--length=3"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
 }

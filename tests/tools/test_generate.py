@@ -584,18 +584,3 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         with pytest.raises(BlockingIOError):
             server.accept()
     assert message.startswith("error: no tokenizer is known: ")
-
-
-@pytest.mark.parametrize(
-    ("option", "problem"),
-    [
-        ("--t=0", "0 is not between 1 and"),
-        ("--top-p=1.5", "1.5 is not between 0 and 1"),
-        ("--prompts=x --prompt=y", "not allowed with argument"),
-        ("--evaluate=x --prompt=", "not allowed with argument"),
-        ("--length=3", "--length and --batches need --evaluate"),
-    ],
-)
-def test_options_that_make_no_sense(option, problem, call):
-    _, error, code = call("bytes", *option.split())
-    assert code == 2 and problem in error
