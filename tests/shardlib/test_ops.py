@@ -22,19 +22,9 @@ MESHES = [{"d": 4, "t": 2}, {"d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
 SIZES = {"B": 8, "L": 3, "M": 16, "F": 8, "V": 24, "2": 2}
 
 
-def gather_one(x: f32["B/d M"], w: f32["M/d F/t"]) -> f32["B/d F/t"]:
-    w = ops.all_gather("M/d F/t -> M F/t", w)
-    return ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w)
-
-
 def gather_two_axes(x: f32["B/d M/t"], w: f32["M/t/d"]) -> f32["B/d M/t"]:
     w = ops.all_gather("M/t/d -> M/t", w)
     return ops.einsum_unreduced("B/d M/t, M/t -> B/d M/t", x, w)
-
-
-def gather_two_axes_at_once(x: f32["B/d F/t"], w: f32["M/t/d"]) -> f32["B/d F/t"]:
-    w = ops.all_gather("M/t/d -> M", w)
-    return x * jnp.sum(jnp.arange(16.0) * w)
 
 
 def gather_two_dimensions(x: f32["B/d M/t"], w: f32["M/t F/d"]) -> f32["B/d F/t"]:
@@ -135,9 +125,7 @@ def replicated_weights(x: f32["B/d M/t"], gain: f32["B"], by: f32[""]) -> f32["B
 
 
 VALUES = [
-    (gather_one, lambda x, w: x @ w),
     (gather_two_axes, lambda x, w: x * w),
-    (gather_two_axes_at_once, lambda x, w: x * (jnp.arange(16) @ w)),
     (gather_two_dimensions, lambda x, w: x @ w),
     (tensor_parallel, lambda x, up, down: jnp.sin(x @ up) @ down.T),
     (einsum_of_three, lambda x, w, v: x @ w @ v),
