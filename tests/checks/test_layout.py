@@ -102,6 +102,14 @@ def test_a_multiple_of_a_part_is_known_as_one(times):
     assert not any(layout.dims_of(n, dict(on.shape), sizes) for n in numbers)
 
 
+def check(function, *hints):
+    """Checks a function of these arguments, at sizes that tell B and M apart."""
+    on, sizes = layout.probe_mesh("dt", "BM")
+    with jax.sharding.use_abstract_mesh(on):
+        traced = jax.make_jaxpr(function)(*types.make_shapes(tuple[hints], sizes))
+    layout.check(traced.jaxpr, dict(on.shape), sizes)
+
+
 def ledger_of(function, axes, sizes, *hints):
     with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
         shapes = types.make_shapes(tuple[hints], sizes)
@@ -171,12 +179,8 @@ def test_an_op_of_ones_own_takes_no_part_for_the_whole(largest, refused):
         return x / longest("B/d -> ", x)
 
     message = "longest.*its result depends on a part over d"
-    expected = pytest.raises(ShardTypeError, match=message) if refused else nullcontext()
-    on, sizes = layout.probe_mesh("dt", "B")
-    with jax.sharding.use_abstract_mesh(on):
-        jaxpr = jax.make_jaxpr(typed_shard_map(scaled))(types.make_shapes(f32["B/d"], sizes)).jaxpr
-    with expected:
-        layout.check(jaxpr, dict(on.shape), sizes)
+    with pytest.raises(ShardTypeError, match=message) if refused else nullcontext():
+        check(typed_shard_map(scaled), f32["B/d"])
 
 
 def test_a_permute_receives_a_part_once_and_so_does_its_gradient(own_metadata):
@@ -236,11 +240,8 @@ def test_what_jnp_einsum_contracts_is_seen_where_it_is_differentiated():
 
         return jax.grad(loss)(x)
 
-    on, sizes = layout.probe_mesh("d", "BM")
-    with jax.sharding.use_abstract_mesh(on):
-        traced = jax.make_jaxpr(typed_shard_map(gradient))(types.make_shapes(f32["B/d M"], sizes))
     with pytest.raises(ShardTypeError, match="dot_general over B/d, of which"):
-        layout.check(traced.jaxpr, dict(on.shape), sizes)
+        check(typed_shard_map(gradient), f32["B/d M"])
 
 
 def test_calls_are_compared_by_what_is_in_them():
@@ -284,9 +285,5 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
         y = jnp.sin(x * scale)
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
 
-    on, sizes = layout.probe_mesh("dt", "BM")
-    with jax.sharding.use_abstract_mesh(on):
-        shapes = types.make_shapes(tuple[f32["M"], f32["B/d M"]], sizes)
-        traced = jax.jit(jax.grad(typed_shard_map(loss))).trace(*shapes)
     with golden.raises("by_hand.txt", "a replicated weight", ShardTypeError):
-        layout.check(traced.jaxpr, dict(on.shape), sizes)
+        check(jax.grad(typed_shard_map(loss)), f32["M"], f32["B/d M"])
