@@ -373,9 +373,6 @@ hidden = (hidden / (1 + jnp.repeat(most, 32, -1))).astype(compute.dtype)
 twice = lambda both, w: ((x := block(both[0], w)[0], x), None)
 (x, _), routed = lax.scan(twice, (x, jnp.zeros(x.shape, x.dtype)), weights.layers)
 return x, routed
-=== an index out of range
---- swap rotation: config.d_head // 2
-position.shape[7] // 2
 === a field that isn't there, in a function of the standard library
 --- swap block: norm_before(h, w.attention_norm, config)
 functools.singledispatch(lambda w: w.w_upp)(w)
