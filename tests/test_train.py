@@ -251,21 +251,14 @@ def test_a_setting_without_effect_is_noted(given, settings):
     assert note.endswith(f" has no effect with {settings}")
 
 
-def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
-    config = small_config("training.validation_interval=1", "training.validation_batches=3")
-    config.model.vocab = 1280
+def test_validation_reads_the_validation_split():
+    config = small_config("training.validation_interval=1", "model.vocab=1280")
     with jax.set_mesh(mesh(4, 2)):
-        weights = in_f32.init_state(config).weights
-        loader = in_f32.open_batches(config, train.dimensions(config))[1][""]
-        actual = in_f32.validate(config, weights, loader)
-        rows = [[x[:, 1:] for x in loader.rows(step, range(8))] for step in range(3)]
-        before = [loader.rows(step, range(8))[0][:, 0] for step in range(3)]
-        dataset = FlatTokens(config.flat_tokens.filespec, "validation")
-        text = dataset.read(0, dataset.token_count)[0].tobytes()
-        assert all(row.tobytes() in text for ids, _ in rows for row in ids)
-        weights = plain(jax.device_get(weights))
-        losses = [oracle.mean_loss(weights, *r, 100, b) for r, b in zip(rows, before, strict=True)]
-    np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-6)
+        loader = train.open_batches(config, train.dimensions(config))[1][""]
+    dataset = FlatTokens(config.flat_tokens.filespec, "validation")
+    text = dataset.read(0, dataset.token_count)[0].tobytes()
+    rows = [row for step in range(3) for row in loader.rows(step, range(8))[0][:, 1:]]
+    assert all(row.tobytes() in text for row in rows)
 
 
 def given(*batches):
