@@ -1,4 +1,3 @@
-import collections
 import functools
 from contextlib import nullcontext
 
@@ -10,10 +9,9 @@ from jax import lax
 from checks import layout, preflight
 from runtime import devices
 from shardlib import ops, types
-from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
-from shardlib.types import Stacked, f32, pytree_dataclass, typed_shard_map
+from shardlib.types import f32, typed_shard_map
 from tests import compiled, golden
 from tests.helpers import config_of, edited, placed_shapes
 from tools.audit.ledger import ledger
@@ -110,54 +108,6 @@ def check(function, *hints):
     layout.check(traced.jaxpr, dict(on.shape), sizes)
 
 
-def ledger_of(function, axes, sizes, *hints):
-    with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
-        shapes = types.make_shapes(tuple[hints], sizes)
-        return ledger(layout.traced(typed_shard_map(function), shapes), axes)
-
-
-@pytree_dataclass
-class Weight:
-    w: f32["M/d F/t"]
-
-
-def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
-    """Two layers on 4 x 2, each gathering its weight over d and paying a sum over t."""
-
-    def loss(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> f32[""]:
-        def layer(x, weight):
-            w = ops.all_gather("M/d F/t -> M F/t", weight.w)
-            h = save_for_backward(jnp.sin(ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w)))
-            y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", h, w)
-            return ops.psum("B/d M {U:t} -> B/d M", y), ()
-
-        x, _ = lax.scan(explicit_activation_checkpointing(layer), x, stack)
-        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", x))
-
-    def gradient(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> Stacked["layers", Weight]:
-        return jax.grad(loss)(stack, x)
-
-    sizes, hints = {"layers": 2, "B": 24, "M": 40, "F": 56}, (Stacked["layers", Weight],)
-    counted = ledger_of(gradient, {"d": 4, "t": 2}, sizes, *hints, f32["B/d M"])
-    weight, sums = 40 * 28 * 4, 6 * 40 * 4
-    rows = {(r.kind, *r.axes, r.phase): (r.times, r.bytes) for r in counted.transfers}
-    assert len(rows) == len(counted.transfers)
-    assert rows == {
-        ("all-gather", "d", "forward"): (2, weight * 3 / 4),
-        ("all-gather", "d", "recomputed"): (2, weight * 3 / 4),
-        ("reduce-scatter", "d", "backward"): (2, weight * 3 / 4),
-        ("all-reduce", "t", "forward"): (2, 2 * sums / 2),
-        ("all-reduce", "t", "backward"): (2, 2 * sums / 2),
-    }
-    products = collections.Counter()
-    for row in counted.products:
-        assert row.flops == 2 * 6 * 40 * 28
-        products[row.phase] += row.times
-    assert products == {"forward": 2 * 2, "recomputed": 2, "backward": 2 * 4}
-    saved = sorted((row.shape, row.times, row.bytes) for row in counted.saved)
-    assert saved == [((6, 28), 2, 2 * 6 * 28 * 4), ((6, 40), 2, 2 * sums)]
-
-
 @ops.define_op
 def rotate(call, x):
     (axis,), count = call.result.dims[0].axes, types.mesh_shape()["d"]
@@ -192,7 +142,10 @@ def test_a_permute_receives_a_part_once_and_so_does_its_gradient(own_metadata):
         return jax.grad(loss)(x)
 
     axes, sizes = {"d": 4, "t": 2}, {"P": 4, "M": 40}
-    transfers = ledger_of(gradient, axes, sizes, f32["P/d M/t"]).transfers
+    with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
+        shapes = types.make_shapes(f32["P/d M/t"], sizes)
+        jaxpr = layout.traced(typed_shard_map(gradient), (shapes,))
+    transfers = ledger(jaxpr, axes).transfers
     rows = [(r.kind, r.axes, r.phase, r.elements, r.bytes) for r in transfers]
     assert rows == [("permute", ("d",), phase, 20, 80) for phase in ("forward", "backward")]
     with jax.set_mesh(devices.make_mesh(axes)):
