@@ -50,7 +50,7 @@ def test_what_a_page_names_is_there(page):
         assert path.exists(), link
         assert not anchor or pages.section(path.read_text(), anchor)
     for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
-        assert f"\ndef {name}" in (ROOT / file).read_text(), f"{file}::{name}"
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
     assert not re.findall(r"\w+\.py:\d+", text)
 
 

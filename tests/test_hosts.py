@@ -1,5 +1,6 @@
 """Tests what one host does when the other gets a signal or is lost, and that both can resume."""
 
+import json
 import re
 import signal
 import socket
@@ -319,3 +320,8 @@ def test_metrics_that_the_first_host_can_not_write_end_all(tmp_path):
     problem = r"error: step 0 can't be logged: \[Errno 28\] No space left on device; "
     message = problem + r"stopped after \d+ steps, which are saved"
     assert_both_end(tmp_path, message, *["training.steps=1000000"] * 2, program=("-c", FULL))
+    printed = (tmp_path / "out.0").read_text()
+    unwritten = [
+        json.loads(row) for row in re.findall("^not in metrics.jsonl: (.*)$", printed, re.M)
+    ]
+    assert [row["step"] for row in unwritten] == [*range(len(unwritten))] and unwritten

@@ -39,6 +39,16 @@ def write_tokenizer(folder, **named):
     return str(folder)
 
 
+def test_a_tokenizers_code_is_not_run(tmp_path):
+    path, ran = write_tokenizer(tmp_path / "some"), tmp_path / "ran"
+    of_its_own = {"auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}, "tokenizer_class": "Own"}
+    (tmp_path / "some/tokenizer_config.json").write_text(json.dumps(of_its_own))
+    (tmp_path / "some/code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(UserError, match="contains custom code"):
+        text.Tokenizer(path)
+    assert not ran.exists()
+
+
 def tokenized(opened, documents):
     """Returns the ids of each document."""
     flat, lengths = opened(documents)

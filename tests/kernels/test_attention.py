@@ -18,6 +18,14 @@ from tests.helpers import assert_close, mesh
 SIGNATURE = "B/s L/c Q K/t D, B/s L K/t D, B/s L K/t D, B/s L/c, B/s L/c, B/s L -> B/s L/c Q K/t D"
 
 
+@pytest.mark.parametrize("length, parts", [(12, 1), (12, 2), (48, 4), (30, 3)])
+def test_each_part_of_a_row_has_the_same_work(length, parts):
+    order = attention.balanced(length, parts)
+    assert sorted(order) == [*range(length)]
+    keys_seen = (order + 1).reshape(parts, -1).sum(axis=1)
+    assert len({*keys_seen}) == 1
+
+
 def random_arrays(length):
     """q[4, L, 3, 2, 8], k and v[4, L, 2, 8], document[4, L], and a weight for each result."""
     rng = np.random.default_rng(0)
