@@ -267,8 +267,9 @@ ROUNDING = (
 
 def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
     """Lists the settings with which a checkpoint was written and that now differ, by more than
-    rounding. Their keys start with one of `keys`, by default those of a model and its training."""
-    keys = keys or ("model.", "training.", "dtype")
+    rounding. Their keys start with one of `keys`, by default those of a model, its training, and
+    which checkpoints are kept."""
+    keys = keys or ("model.", "training.", "dtype", "checkpoints.keep_")
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
 
     def there(x: str, settings: dict[str, Any]) -> str:

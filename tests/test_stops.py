@@ -227,9 +227,12 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         line = capsys.readouterr().out.splitlines()[-1]
         assert int(state.step) == 5
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
-        sooner = small_config("model.vocab=128", "training.warmup_steps=8")
-        helpers.starting_state(sooner, Checkpoints(str(runs / "new"), *arguments))
-        note = "note: the steps before were trained with training.warmup_steps=10"
+        other = small_config(
+            "model.vocab=128", "training.warmup_steps=8", "checkpoints.keep_last=3"
+        )
+        helpers.starting_state(other, Checkpoints(str(runs / "new"), *arguments))
+        note = "note: the steps before were trained with "
+        note += "checkpoints.keep_last=0, training.warmup_steps=10"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with golden.raises("runs.txt", "nothing to clone", CheckpointError, (str(runs), "runs")):
