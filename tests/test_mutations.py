@@ -34,6 +34,11 @@ def test_each_listed_edit_can_be_made():
     unedited = {(ROOT / edit.file).read_text() for each in lists for edit in each.values()}
     assert len({*sources} - unedited) == len(sources) == 88 + 50
     assert not set().union(*map(undefined, sources))
+    text = (ROOT / "docs/checks.md").read_text()
+    wrong, right = re.search(r"and (\d+) wrong and (\d+) right\s+experiments of", text).groups()
+    assert int(wrong) == len(edits.WRONG | edits.WRONG_AFTER | edits.WRONG_WITH_VARIANTS)
+    of_variants = edits.RIGHT_WITH_VARIANTS | edits.RIGHT_WITH_BROADCAST
+    assert int(right) == len(edits.RIGHT | edits.RIGHT_IN_TRAINING | of_variants)
 
 
 def undefined(source):
