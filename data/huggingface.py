@@ -99,8 +99,10 @@ class StreamLoader(Batches):
             left = np.append(left, unit.tokens[used:])
             while len(left) > count:
                 found, left = left[: count + 1], left[count:]
-                used = len(unit.tokens) - len(left[1:])
-                yield found, {"position": position, "used": used, "last": int(left[0])}
+                used, last = len(unit.tokens) - len(left[1:]), int(left[0])
+                known = text.tokenizer(self.config.tokenizer).vocabulary
+                after = {"position": position, "used": used, "last": last, "vocabulary": known}
+                yield found, after
             position, used = unit.position, 0
 
     def origin(self, number: int) -> str:

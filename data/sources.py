@@ -97,6 +97,9 @@ def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
         else:
             data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
             found = data.source().tokenizer_used()
+            if found and not found.vocabulary:  # a stream records it with its position
+                position = checkpoint.metadata["positions"][0] or {}
+                found = found._replace(vocabulary=position.get("vocabulary", ""))
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         local = found and os.path.exists(found.name)
         return found if found and local and text.extends(found, Named(kept)) else Named(kept)

@@ -25,7 +25,7 @@ import sys
 import weakref
 import zipfile
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,11 +165,8 @@ class Tokenizer:
         return str(self.slow.decode(ids.tolist(), **options))
 
     def lost(self, text: str) -> Counter[str]:
-        """Counts the characters that a text's tokens don't give back; of white space, only line
-        ends."""
-        back = self.decode(decode(self([text])[0])[0])
-        before, after = (Counter(re.sub(r"[^\S\n]", "", x)) for x in (text, back))
-        return before - after
+        """Counts the characters that a text's tokens don't give back."""
+        return Counter(text) - Counter(self.decode(decode(self([text])[0])[0]))
 
     def mistaken(self) -> list[str]:
         """Lists the special tokens whose names in a text become them. A model's own vocabulary may
@@ -193,12 +190,24 @@ class Tokenizer:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """Identifies the ids of ordinary text and what they stand for."""
-        return digest(sorted(self.words().items()))
+        """Identifies the ids of ordinary text, what they stand for, and how text is split."""
+        return digest([*sorted(self.words().items()), self.split(self.sample(self.words()))])
+
+    def sample(self, ids: Collection[int]) -> str:
+        """Returns a text of some of these ids' words, such that tokenizers with other merges or
+        normalizers split it differently."""
+        chosen = np.array(sorted(ids)[:: max(1, len(ids) // 4096)], np.uint32)
+        return self.decode(chosen)
+
+    def split(self, sample: str) -> list[int]:
+        assert not self.end  # a text of its own, which tokenizers of the same words may lack
+        return [int(x) for x in decode(self([sample])[0])[0]]
 
     def check_unchanged(self, named: Named) -> Self:
         """Returns itself. Raises UserError if it has changed since it was recorded."""
-        if named.vocabulary not in ("", self.vocabulary):
+        # Earlier versions recorded the words alone.
+        known = "", self.vocabulary, digest(sorted(self.words().items()))
+        if named.vocabulary not in known:
             problem = f"the tokenizer {self.name} has changed since the data was tokenized with it"
             raise UserError(f"{problem}: restore it, or name a copy of the earlier one")
         return self
@@ -232,18 +241,22 @@ tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 def difference(one: Named, other: Named) -> str:
     """Says how two tokenizers differ, or returns "" if each id that is ordinary text in both is the
-    same text. Two names also differ if either tokenizer can't be opened."""
+    same text, and both split a text of these alike. Two names also differ if either tokenizer can't
+    be opened."""
     known = one.vocabulary and other.vocabulary
     if one.vocabulary == other.vocabulary if known else one.name == other.name:
         return ""
     try:
-        words, others = (tokenizer(x.name).check_unchanged(x).words() for x in (one, other))
+        a, b = (tokenizer(x.name).check_unchanged(x) for x in (one, other))
     except UserError as error:
         return str(error).rstrip(".")
-    first = min((i for i in words.keys() & others.keys() if words[i] != others[i]), default=None)
-    if first is None:
-        return ""
-    return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
+    words, others = a.words(), b.words()
+    common = words.keys() & others.keys()
+    first = min((i for i in common if words[i] != others[i]), default=None)
+    if first is not None:
+        return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
+    same = a.split(sample := a.sample(common)) == b.split(sample)
+    return "" if same else "they split the same text differently"
 
 
 def extends(one: Named, other: Named) -> bool:
@@ -372,9 +385,19 @@ def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline="") as text:
         for number, row in enumerate([text.read()] if whole else text):
             kept = row if number else row.removeprefix("\ufeff")  # the byte order mark isn't text
+            if not number and row.startswith("version https://git-lfs"):
+                raise ValueError("it is a pointer of Git LFS: get the file with git lfs pull")
             yield {"text": kept if whole or config.keep_linebreaks else kept.rstrip("\r\n")}
 
 
+# How files begin that aren't UTF-8.
+MAGIC = {
+    b"\x1f\x8b": "is compressed: end its name with .gz",
+    b"PAR1": "is a parquet file: set load_dataset.path=parquet",
+    b"PK": "is a zip archive, or a document in one: choose files of text",
+    b"\xff\xfe": "is UTF-16: set +load_dataset.encoding=utf-16",
+    b"\xfe\xff": "is UTF-16: set +load_dataset.encoding=utf-16",
+}
 READERS = {
     "arrow": arrow_rows,
     "csv": csv_rows,
@@ -552,14 +575,26 @@ class Source:
             if load["data_files"] and not found:
                 where = f" in {self.folder}" if place != pattern else ""
                 raise UserError(f"{name} matches no file{where}")
-            every = fsspec.filesystem("file").glob(place) if local else []
-            special = {x for x in every if re.search("/__(?!pycache__/)[^/]*/", x)}
-            if left := {*filter(os.path.isfile, special)}.difference(found):
-                listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
-                self.notes.append(f"{name} leaves out folders like __x__: {listed}")
+            if local:
+                self._note_left_out(name, os.path.abspath(place), {*found})
+            if addresses := [file for file in found if local and "::" in file]:
+                raise UserError(f"{addresses[0]} would be read as two addresses: rename it")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
+
+    def _note_left_out(self, name: str, place: str, found: set[str]) -> None:
+        """Adds a note for files that a local pattern matches and `datasets` leaves out."""
+        base = re.split(r"[*?[]", place, maxsplit=1)[0].rpartition("/")[0]
+        left = list[str]()
+        for file in {*glob.glob(place, recursive=True)}.difference(found):
+            folder = os.path.dirname(file)
+            linked = os.path.realpath(folder) != folder.replace(base, os.path.realpath(base), 1)
+            if os.path.isfile(file) and (linked or re.search("/__(?!pycache__/)[^/]*/", file)):
+                left.append(os.path.relpath(file, base))
+        if left:
+            which = f"links to folders, and folders like __x__: {reprlib.repr(sorted(left))}"
+            self.notes.append(f"{name} leaves out {which}")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
         """Returns an IterableDataset of the split's texts, and its fingerprint."""
@@ -654,6 +689,10 @@ class Source:
             except UserError:
                 raise
             except UnicodeDecodeError as error:
+                begin = bytes(error.object[:4])
+                for magic, cure in MAGIC.items():
+                    if not number and begin.startswith(magic):
+                        raise UserError(f"{name} {cure}") from None
                 problem = f"row {number + 1} or a later one, isn't {error.encoding}: {error.reason}"
                 cure = "Save it as UTF-8 or, if it isn't parquet or Arrow, let the converter read "
                 cure += "it with +load_dataset.encoding=latin-1, or whatever it is, or with "

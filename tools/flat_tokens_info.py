@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from data.bins import HEADERS, Bins, bin_files
+from data.bins import HEADERS, Bins, bin_files, check_end_token
 from data.flat_tokens import SPLITS, FlatTokens, Named, decode, tokenizer_of
 from data.text import Tokenizer, counted, tokenizer
 from runtime.config import within
@@ -65,9 +65,12 @@ def main() -> None:
         sets: list[Any] = [functools.partial(FlatTokens, args.path, split) for split in SPLITS]
         if bin_files(args.path):
             sets = [functools.partial(Bins, args.path, args.end_token, args.dtype)]
+        elif args.end_token is not None or args.dtype != "uint16":
+            parser.error("--end-token and --dtype are for .bin files")
         for opened in sets:
             try:
                 dataset = opened()
+                check_end_token([dataset] if isinstance(dataset, Bins) else [])
                 bounds, largest = dataset.validate()
                 print(describe(dataset, np.diff(bounds), largest))
                 if args.decode:

@@ -126,6 +126,20 @@ def streamed(*overrides):
     return compose_config("local_stream", *SMALL, "model.vocab=272", *stream, *overrides)
 
 
+def test_a_streams_tokenizer_that_has_changed_is_refused(monkeypatch):
+    monkeypatch.setattr(sources, "kept_by_import", lambda _: None)
+    known = sources.text.tokenizer("bytes_utf8")
+    for vocabulary, refused in (known.vocabulary, False), ("another", True), ("", False):
+        checkpoint = types.SimpleNamespace(
+            path="x",
+            metadata={"positions": [{"vocabulary": vocabulary}]},
+            config=lambda *_, **__: streamed(),
+        )
+        problem = pytest.raises(UserError, match="bytes_utf8 has changed since")
+        with problem if refused else contextlib.nullcontext():
+            known.check_unchanged(sources.tokenizer_of_model(checkpoint))
+
+
 MIXED = "flat_tokens={{mixture: [{{filespec: a, weight: {}}}, {{filespec: b, weight: {}}}]}}"
 
 # Settings of a checkpoint at step 3, those of a run that goes on, and what is refused, if any.

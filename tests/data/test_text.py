@@ -140,6 +140,20 @@ def test_tokenizers_under_one_name(tmp_path):
         text.Tokenizer(name).check_unchanged(first)
 
 
+@pytest.mark.parametrize("part, value", [("normalizer", {"type": "Lowercase"}), ("merges", [])])
+def test_tokenizers_of_the_same_words_that_split_text_differently(part, value, tmp_path):
+    file, other = tmp_path / "x.json", tmp_path / "other.json"
+    trained_tokenizer(["the sum of two and two"] * 3, SPECIAL).save(str(file))
+    known = json.loads(file.read_text())
+    (known["model"] if part == "merges" else known)[part] = value
+    other.write_text(json.dumps(known))
+    recorded, changed = (Named(str(x), text.Tokenizer(str(x)).vocabulary) for x in (file, other))
+    assert text.difference(recorded, changed) == "they split the same text differently"
+    file.write_text(other.read_text())
+    with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
+        text.Tokenizer(str(file)).check_unchanged(recorded)
+
+
 def test_an_end_token_that_is_not_named(tmp_path):
     case, folder = "tokenizer: an end token that isn't named", (str(tmp_path), "FOLDER")
     with golden.raises("datasets.txt", case, UserError, folder):

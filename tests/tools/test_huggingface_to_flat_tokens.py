@@ -656,6 +656,9 @@ def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
     (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
     (folder / "__old__").mkdir()
     write_texts(folder / "__old__/c.jsonl", ["a"])
+    (folder.parent / "far").mkdir()
+    write_texts(folder.parent / "far/d.jsonl", ["a"])
+    (folder / "linked").symlink_to(folder.parent / "far")
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     inner.save(name := str(folder.parent / "ab.json"))
     files = f"load_dataset.data_files=[{folder}/a.jsonl,{folder}/**]"
@@ -665,8 +668,9 @@ def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
         out, _ = run_here("--config-name=json_files", *wanted)
         assert f"note: {folder}/a.jsonl is read 3 times\n" in out
         assert f"note: {folder}/a.jsonl.gz is read, and {folder}/a.jsonl: do they have" in out
-        assert f"{folder}/** leaves out folders like __x__: ['__old__/c.jsonl']\n" in out
-        note = f"note: the tokenizer {name} loses or changes 22.2% of the characters, such as 'ä'\n"
+        left = "links to folders, and folders like __x__: ['__old__/c.jsonl', 'linked/d.jsonl']"
+        assert f"{folder}/** leaves out {left}\n" in out
+        note = f"note: the tokenizer {name} loses or changes 33.3% of the characters, such as 'ä'\n"
         known = zarr.open_group(f"{output}/train").attrs
         assert (note in out, "bytes" not in known) == (lost, lost)
 
@@ -863,6 +867,16 @@ UNREADABLE = {  # a file, its content, and the message
     "b.jsonl": (b"", "^error: the split train has no text$"),
     "c.jsonl": (DAMAGED, "^error: FILE, row 301 can't be read: .* line 1 column"),
     "b.txt": ("naïve".encode("latin-1"), NOT_UTF8),
+    "b16.txt": (
+        "naïve".encode("utf-16"),
+        "^error: FILE is UTF-16: set .load_dataset.encoding=utf-16$",
+    ),
+    "d.txt": (gzip.compress(b"naive"), "^error: FILE is compressed: end its name with .gz$"),
+    "e.txt": (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "^error: FILE, .*: it is a pointer of",
+    ),
+    "a::b.txt": (b"naive", "^error: FILE would be read as two addresses: rename it$"),
     "b.txt.gz": (CUT, "FILE, .*marker was reached. Correct the file"),
     "b": (ZIP, "^error: FILE is a zip archive: rename it, with .zip at the end$"),
 } | {f"b.{end}": (b"x", ARCHIVE) for end in ("tar", "TAR.gz", "tgz", "tar.zst", "7z", "rar")}
