@@ -416,7 +416,7 @@ def moved(jaxpr: Any) -> set[tuple[str, tuple[int, ...]]]:
 COUNTS = "k", "y"
 # Primitives that compute nothing: names, and those that hold equations, which JAX adds or leaves
 # empty while it differentiates a loop.
-INERT = "jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "name"
+INERT = "jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "name"
 
 
 def _shown(x: np.ndarray) -> str:

@@ -43,9 +43,6 @@ ARRAY = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": 
          "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
          "fill_value": 0}  # fmt: skip
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
-NO_CHECKPOINT = (
-    "{} has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
-)
 REMOVED = "was removed during the read; checkpoints.keep_last removes old ones: take a newer one"
 OTHER_FORMAT = (
     "{} has format {}; this code reads {}: use the commit that wrote it, named in "
@@ -266,13 +263,22 @@ def list_checkpoints(path: str) -> list[Checkpoint]:
     return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.order)
 
 
+def no_checkpoint(path: str, key: str = "") -> CheckpointError:
+    problem = "has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
+    if "://" not in path and not os.path.exists(path):
+        problem = "doesn't exist"
+    elif os.path.exists(f"{path}/config.json"):
+        problem = "is a Hugging Face folder: import it with tools.huggingface_weights"
+    return CheckpointError(f"{key}{path} {problem}")
+
+
 def newest(path: str) -> Checkpoint:
     """Returns the newest checkpoint that may be complete. Raises CheckpointError if there is
     none."""
     for checkpoint in reversed(list_checkpoints(path)):
         if checkpoint.may_be_complete:
             return checkpoint
-    raise CheckpointError(NO_CHECKPOINT.format(path))
+    raise no_checkpoint(path)
 
 
 @dataclasses.dataclass(eq=False)
@@ -326,7 +332,7 @@ class Checkpoints:
             source = dataclasses.replace(self, path=clone_from, **changes)
             prefix = "weights/" if weights_only else ""
             if not source.newest.step:
-                raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
+                raise no_checkpoint(clone_from, "paths.clone_from=")
         if source.newest.step:
             source.check_model(prefix)
         if self.newest.step:

@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterator
 
 from runtime import storage
-from runtime.checkpoint import NO_CHECKPOINT, Checkpoint, list_checkpoints
+from runtime.checkpoint import Checkpoint, list_checkpoints, no_checkpoint
 from runtime.errors import user_errors
 from runtime.storage import DamageError
-from shardlib.errors import UserError
 from tools import arguments
 
 
@@ -66,7 +65,7 @@ def main() -> None:
             print(line)
             last, intact = checkpoint if complete else last, intact and undamaged
         if not last and intact:
-            raise UserError(NO_CHECKPOINT.format(path))
+            raise no_checkpoint(path)
         if last:
             show(last)
         sys.exit(0 if intact else 1)

@@ -434,7 +434,10 @@ def write_weights(
     for file, names in files.filename_to_tensors.items():
         some = itertools.islice(pairs, len(names))
         part = {x.name: x.convert(value, x.ours, x.theirs, dtype) for x, value in some}
-        safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
+        try:
+            safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{folder / file} can't be written: {error}") from None
         shutil.copymode(folder / UNFINISHED, folder / file)  # safetensors makes files with mode 600
         del part  # frees it before the next file is read
     if files.is_sharded:

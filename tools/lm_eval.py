@@ -162,7 +162,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
 
             with self.model.computing():
                 given = prompts, indices, tokens, self.batch_size, how, ended
-                texts = steps.continued(self.model, *given)
+                seed = np.random.randint(2**31)  # of a generator that lm-eval seeds
+                texts = steps.continued(self.model, *given, seed)
                 for i, ids in zip(indices, tqdm(texts, total=len(indices)), strict=True):
                     answer = self.codec.text(ids, without_special=True)
                     cut = (answer.partition(stop)[0] for stop in stops)

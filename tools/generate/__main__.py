@@ -183,6 +183,9 @@ def main() -> None:
     args = parser.parse_args()
     if (args.length or args.batches) and not args.evaluate:
         parser.error("--length and --batches need --evaluate")
+    of_texts = "tokens", "samples", "temperature", "top_k", "top_p", "seed"
+    if args.evaluate and any(getattr(args, x) != parser.get_default(x) for x in of_texts):
+        parser.error("--evaluate takes none of the options of texts")
     with user_errors():
         run(args)
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -134,4 +135,5 @@ class Model:
             )
             choices = "bytes_utf8, a tokenizers JSON file, or what transformers loads"
             raise UserError(f"{problem}; set --tokenizer to {choices}")
-        return Text(recorded.name, kept_by_import(checkpoint)).check_unchanged(recorded)
+        kept = kept_by_import(checkpoint, functools.partial(print, file=sys.stderr))
+        return Text(recorded.name, kept).check_unchanged(recorded)
