@@ -255,6 +255,7 @@ TOOLS = {
     "generate: prompts twice": (generate, ["x", "--prompts=y", "--prompt=z"]),
     "generate: an evaluation and a prompt": (generate, ["x", "--evaluate=y", "--prompt="]),
     "generate: rows without an evaluation": (generate, ["x", "--length=3"]),
+    "generate: an evaluation and a seed": (generate, ["x", "--evaluate=y", "--seed=1"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
 }

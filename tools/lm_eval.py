@@ -89,6 +89,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         self.model = models.Model(os.path.expanduser(checkpoint), d, t, dtype)
         self.codec = self.model.tokenizer(os.path.expanduser(tokenizer or ""))
         self.batch_size = int(batch_size)
+        self.seed = np.random.randint(2**31)  # lm-eval's --seed has seeded NumPy
         self.room = self.model.config.training.tokens.len
         self.eot_token_id = self.model.config.model.start_token
 
@@ -161,9 +162,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                 return any(stop in text for stop in stops)
 
             with self.model.computing():
-                given = prompts, indices, tokens, self.batch_size, how, ended
-                seed = np.random.randint(2**31)  # of a generator that lm-eval seeds
-                texts = steps.continued(self.model, *given, seed)
+                given = prompts, indices, tokens, self.batch_size, how, ended, self.seed
+                texts = steps.continued(self.model, *given)
                 for i, ids in zip(indices, tqdm(texts, total=len(indices)), strict=True):
                     answer = self.codec.text(ids, without_special=True)
                     cut = (answer.partition(stop)[0] for stop in stops)

@@ -87,6 +87,7 @@ CASES = {
     "unfinished, beside a whole one": (lambda folder: unfinished(folder / LAST), 0, "some"),
     "an unfinished one alone": (one(unfinished), 1, "some"),
     "a folder that isn't there": (str, 1, "none"),
+    "a folder of Hugging Face": (lambda _: open("config.json", "x").close(), 1, "."),
     "a checkpoint that isn't there": (str, 1, f"some/00000009.{START}"),
 }
 
