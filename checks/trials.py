@@ -35,7 +35,9 @@ def beside_the_step(program: Any) -> dict[str, Any]:
     for module in sorted({x.__module__ for x in mine}):
         prefix = "" if module == program.__name__ else f"{module}."
         known = vars(sys.modules[module]).items()
-        own = {name: x for name, x in known if callable(x) and x.__module__ == module}
+        own = {
+            name: x for name, x in known if callable(x) and getattr(x, "__module__", "") == module
+        }
         found |= {prefix + name: x for name, x in own.items() if inspect.unwrap(x) in mine}
     return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
 

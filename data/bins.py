@@ -48,8 +48,6 @@ def mapped(file: str, kind: str) -> np.ndarray:
             raise ValueError(problem)
     if os.path.exists(file.removesuffix("bin") + "idx"):
         raise ValueError("it is Megatron-LM's, with an .idx file: convert it with tools.bins")
-    if os.path.exists(os.path.join(os.path.dirname(file), "index.json")):
-        raise ValueError("it is litdata's, with an index.json: tokenize its text again")
     if len(header) == 256 and not header[3:].any():  # no text has id 0 506 times in a row
         magic, version, count = header[:3].tolist()
         if (magic, version) not in HEADERS:
@@ -65,12 +63,12 @@ def mapped(file: str, kind: str) -> np.ndarray:
                 other = "uint32"
             if not header[1::2].any():
                 other = "int64"
-            # Of 16-bit ids the upper bytes would be small, or some lower ones large.
-            if raw.max() < 127 and raw[1::2].max() >= 9:
+            # Of 16-bit ids the upper bytes would be few, or some lower ones large.
+            if raw.max() < 127 and min(len(np.unique(raw[i::2])) for i in (0, 1)) > 8:
                 other = "uint8 or text"
         cure = f"set flat_tokens.bin_dtype={other}"
         if other == "uint8 or text":
-            cure = "write ids as uint16, convert text with tools.huggingface_to_flat_tokens"
+            cure = "convert text with tools.huggingface_to_flat_tokens; write ids as uint16"
         elif other == "int64":
             new = "np.fromfile(old, np.int64).astype(np.uint32).tofile(new)"
             cure = f"write them as uint32, by {new}, and set flat_tokens.bin_dtype=uint32"
@@ -88,12 +86,10 @@ FOR_VALIDATION = r"(?<![a-z])(e?val(id\w*|uation)?|tests?|dev|held_?out|holdout)
 
 
 def check_one_split(path: str, files: list[str]) -> None:
-    """Raises FlatTokensError if some of these files, but not all, are for validation."""
+    """Raises FlatTokensError if some of these files are for training, and others for validation."""
     others = [file for name in files if "train" not in (file := os.path.basename(name))]
-    held_out = [file for file in others if re.search(FOR_VALIDATION, file)]
-    if 0 < len(held_out) < len(files):
-        cure = "choose the others by a pattern, as in 'x/*train*.bin'"
-        raise FlatTokensError(f"{path} has files for validation, too: {cure}")
+    if len(others) < len(files) and re.search(FOR_VALIDATION, str(others)):
+        raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
 
 
 class Bins:

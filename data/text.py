@@ -85,6 +85,16 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
+# A text that normalizers change.
+NORMALIZED = "  \uff21\uff11 \ufb01 e\u0301 \u00c9 12345 don't\r\n\t x  "
+
+
+def same_vocabulary(one: str, other: str) -> bool:
+    """Returns whether two records of `Tokenizer.vocabulary` may be of the same tokenizer. Earlier
+    versions recorded only its first word; "" is unknown."""
+    return all(x == y for x, y in zip(one.split(), other.split(), strict=False))
+
+
 class Tokenizer:
     """Converts texts to encoded tokens (see flat_tokens.py) and back.
 
@@ -190,24 +200,29 @@ class Tokenizer:
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """Identifies the ids of ordinary text, what they stand for, and how text is split."""
-        return digest([*sorted(self.words().items()), self.split(self.sample(self.words()))])
+        """Identifies what the ids of ordinary text stand for, and how some texts are split."""
+        words = self.words()
+        return f"{digest(sorted(words.items()))} {digest(self.split(self.sample(words)))}"
 
-    def sample(self, ids: Collection[int]) -> str:
-        """Returns a text of some of these ids' words, such that tokenizers with other merges or
-        normalizers split it differently."""
+    def sample(self, ids: Collection[int]) -> list[str]:
+        """Returns texts of these ids' words, or of some. A tokenizer with the same words but other
+        merges or another normalizer may split them differently."""
         chosen = np.array(sorted(ids)[:: max(1, len(ids) // 4096)], np.uint32)
-        return self.decode(chosen)
+        return [*map(self.decode, np.array_split(chosen, max(1, len(chosen) // 64))), NORMALIZED]
 
-    def split(self, sample: str) -> list[int]:
-        assert not self.end  # a text of its own, which tokenizers of the same words may lack
-        return [int(x) for x in decode(self([sample])[0])[0]]
+    def split(self, texts: list[str]) -> list[list[int]]:
+        """Returns each text's ids; none if there is no id for a part of it."""
+        assert not self.end  # which each text would have
+        found = []
+        for text in texts:
+            found.append(list[int]())
+            with contextlib.suppress(Exception):  # tokenizers raises plain Exceptions
+                found[-1] = decode(self([text])[0])[0].tolist()
+        return found
 
     def check_unchanged(self, named: Named) -> Self:
         """Returns itself. Raises UserError if it has changed since it was recorded."""
-        # Earlier versions recorded the words alone.
-        known = "", self.vocabulary, digest(sorted(self.words().items()))
-        if named.vocabulary not in known:
+        if not same_vocabulary(named.vocabulary, self.vocabulary):
             problem = f"the tokenizer {self.name} has changed since the data was tokenized with it"
             raise UserError(f"{problem}: restore it, or name a copy of the earlier one")
         return self
@@ -241,10 +256,10 @@ tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 def difference(one: Named, other: Named) -> str:
     """Says how two tokenizers differ, or returns "" if each id that is ordinary text in both is the
-    same text, and both split a text of these alike. Two names also differ if either tokenizer can't
+    same text, and both split texts of these alike. Two names also differ if either tokenizer can't
     be opened."""
     known = one.vocabulary and other.vocabulary
-    if one.vocabulary == other.vocabulary if known else one.name == other.name:
+    if same_vocabulary(one.vocabulary, other.vocabulary) if known else one.name == other.name:
         return ""
     try:
         a, b = (tokenizer(x.name).check_unchanged(x) for x in (one, other))
@@ -255,8 +270,12 @@ def difference(one: Named, other: Named) -> str:
     first = min((i for i in common if words[i] != others[i]), default=None)
     if first is not None:
         return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
-    same = a.split(sample := a.sample(common)) == b.split(sample)
-    return "" if same else "they split the same text differently"
+    texts = a.sample(common)
+    for x, y in zip(a.split(texts), b.split(texts), strict=True):
+        # An added token, such as one for tools, may stand for a part of a text.
+        if x != y and {*x} <= words.keys() and {*y} <= others.keys():
+            return "they split the same text differently"
+    return ""
 
 
 def extends(one: Named, other: Named) -> bool:
@@ -386,15 +405,16 @@ def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
         for number, row in enumerate([text.read()] if whole else text):
             kept = row if number else row.removeprefix("\ufeff")  # the byte order mark isn't text
             if not number and row.startswith("version https://git-lfs"):
-                raise ValueError("it is a pointer of Git LFS: get the file with git lfs pull")
+                raise LookupError("it is a pointer of Git LFS: get the file with git lfs pull")
             yield {"text": kept if whole or config.keep_linebreaks else kept.rstrip("\r\n")}
 
 
-# How files begin that aren't UTF-8.
+# How files that aren't UTF-8 begin.
 MAGIC = {
     b"\x1f\x8b": "is compressed: end its name with .gz",
     b"PAR1": "is a parquet file: set load_dataset.path=parquet",
-    b"PK": "is a zip archive, or a document in one: choose files of text",
+    b"PK\x03\x04": "is a zip archive, or a document such as .docx: choose files of text",
+    b"\xff\xfe\0\0": "is UTF-32: set +load_dataset.encoding=utf-32",
     b"\xff\xfe": "is UTF-16: set +load_dataset.encoding=utf-16",
     b"\xfe\xff": "is UTF-16: set +load_dataset.encoding=utf-16",
 }
@@ -498,6 +518,19 @@ class TextConfig(Section):
         self.require(different, "validation_split", "training has it, too: name another one")
 
 
+def _links(pattern: str) -> list[str]:
+    """Returns links to folders in which a pattern without links would find files."""
+    base = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    depth = 99 if "**" in pattern else pattern.count("/") - base.count("/") - 1
+    links = list[str]()
+    for top, folders, _ in os.walk(base) if glob.has_magic(pattern) else ():
+        if top.count("/") - base.count("/") >= depth:
+            folders.clear()
+        paths = (os.path.join(top, x) for x in folders)
+        links += (os.path.relpath(x, base) for x in paths if os.path.islink(x))
+    return sorted(links)
+
+
 @dataclasses.dataclass
 class Source:
     """A split of a dataset and the way its text is tokenized. Raises UserError for an argument of
@@ -575,26 +608,16 @@ class Source:
             if load["data_files"] and not found:
                 where = f" in {self.folder}" if place != pattern else ""
                 raise UserError(f"{name} matches no file{where}")
-            if local:
-                self._note_left_out(name, os.path.abspath(place), {*found})
-            if addresses := [file for file in found if local and "::" in file]:
-                raise UserError(f"{addresses[0]} would be read as two addresses: rename it")
+            every = fsspec.filesystem("file").glob(place) if local else []
+            special = {x for x in every if re.search("/__(?!pycache__/)[^/]*/", x)}
+            if left := {*filter(os.path.isfile, special)}.difference(found):
+                listed = reprlib.repr(sorted("__" + x.partition("/__")[2] for x in left))
+                self.notes.append(f"{name} leaves out folders like __x__: {listed}")
+            if local and load["data_files"] and (links := _links(os.path.abspath(place))):
+                self.notes.append(f"{name} leaves out links to folders: {reprlib.repr(links)}")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
-
-    def _note_left_out(self, name: str, place: str, found: set[str]) -> None:
-        """Adds a note for files that a local pattern matches and `datasets` leaves out."""
-        base = re.split(r"[*?[]", place, maxsplit=1)[0].rpartition("/")[0]
-        left = list[str]()
-        for file in {*glob.glob(place, recursive=True)}.difference(found):
-            folder = os.path.dirname(file)
-            linked = os.path.realpath(folder) != folder.replace(base, os.path.realpath(base), 1)
-            if os.path.isfile(file) and (linked or re.search("/__(?!pycache__/)[^/]*/", file)):
-                left.append(os.path.relpath(file, base))
-        if left:
-            which = f"links to folders, and folders like __x__: {reprlib.repr(sorted(left))}"
-            self.notes.append(f"{name} leaves out {which}")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
         """Returns an IterableDataset of the split's texts, and its fingerprint."""
@@ -608,6 +631,8 @@ class Source:
             for name, _ in files:
                 if ARCHIVES.search(name):
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
+                if "::" in name and "://" not in name:
+                    raise UserError(f"{name} would be read as two addresses: rename it")
             kind = type(builder).__module__.rpartition(".")[2]
             if not (reader := READERS.get(kind)):
                 formats = ", ".join(READERS)

@@ -135,6 +135,7 @@ def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder):
     for _, batch in opened.from_step(0, 60):  # more than an epoch
         batches.append(jax.device_get(batch))
         positions.append(json.loads(json.dumps(opened.position)))
+        assert positions[-1]["vocabulary"] == text.tokenizer("bytes_utf8").vocabulary
     for stop in *range(1, 60, 9), 58:
         again = open_loader(folder, **units)
         again.position = positions[stop]

@@ -154,6 +154,30 @@ def test_tokenizers_of_the_same_words_that_split_text_differently(part, value, t
         text.Tokenizer(str(file)).check_unchanged(recorded)
 
 
+def test_an_added_token_makes_no_other_tokenizer(tmp_path):
+    """Even if it stands for ordinary text."""
+    inner = trained_tokenizer(["the sum of two and two"] * 3, SPECIAL)
+    inner.save(str(tmp_path / "x.json"))
+    inner.add_tokens(["sum", "  ", "don't"])
+    inner.save(str(tmp_path / "more.json"))
+    names = str(tmp_path / "x.json"), str(tmp_path / "more.json")
+    assert not text.difference(*(Named(x, text.Tokenizer(x).vocabulary) for x in names))
+    words = text.digest(sorted(text.Tokenizer(names[0]).words().items()))
+    earlier = Named(names[0], words)  # as earlier versions recorded it
+    assert not text.difference(earlier, Named(names[1], text.Tokenizer(names[1]).vocabulary))
+    text.Tokenizer(names[0]).check_unchanged(earlier)
+
+
+def test_a_tokenizer_may_lack_ids_for_other_texts(tmp_path):
+    inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate("ACGT")}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.save(name := str(tmp_path / "x.json"))
+    opened = text.Tokenizer(name)
+    opened.check_unchanged(Named(name, opened.vocabulary))
+    (ids,) = tokenized(opened, ["GATT"])
+    assert ids.tolist() == [2, 0, 3, 3]
+
+
 def test_an_end_token_that_is_not_named(tmp_path):
     case, folder = "tokenizer: an end token that isn't named", (str(tmp_path), "FOLDER")
     with golden.raises("datasets.txt", case, UserError, folder):

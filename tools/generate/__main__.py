@@ -49,7 +49,7 @@ from tqdm import tqdm
 from data import flat_tokens
 from data.loader import TokenBatch, rows_of
 from data.sources import check_same_tokenizer
-from data.text import tokenizer
+from data.text import same_vocabulary, tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
                     check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
                 opened = tokenizer(named or used.name)
                 other = named not in (None, used.name)
-                if other and used.vocabulary not in ("", opened.vocabulary):
+                if other and not same_vocabulary(used.vocabulary, opened.vocabulary):
                     raise UserError(f"{args.evaluate} was tokenized with {used.name}, not {named}")
                 named = opened.check_unchanged(used).name
             codec = Text(named) if named else None
@@ -185,7 +185,8 @@ def main() -> None:
         parser.error("--length and --batches need --evaluate")
     of_texts = "tokens", "samples", "temperature", "top_k", "top_p", "seed"
     if args.evaluate and any(getattr(args, x) != parser.get_default(x) for x in of_texts):
-        parser.error("--evaluate takes none of the options of texts")
+        given = ", ".join(f"--{x.replace('_', '-')}" for x in of_texts)
+        parser.error(f"--evaluate generates no text: leave out {given}")
     with user_errors():
         run(args)
 
