@@ -34,11 +34,9 @@ def beside_the_step(program: Any) -> dict[str, Any]:
     mine = {x for x in types.shard_mapped if x.__module__.partition(".")[0] in rooms}
     for module in sorted({x.__module__ for x in mine}):
         prefix = "" if module == program.__name__ else f"{module}."
-        known = vars(sys.modules[module]).items()
-        own = {
-            name: x for name, x in known if callable(x) and getattr(x, "__module__", "") == module
-        }
-        found |= {prefix + name: x for name, x in own.items() if inspect.unwrap(x) in mine}
+        own = {x for x in mine if x.__module__ == module}
+        known = {name: x for name, x in vars(sys.modules[module]).items() if callable(x)}
+        found |= {prefix + name: x for name, x in known.items() if inspect.unwrap(x) in own}
     return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
 
 

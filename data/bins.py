@@ -68,7 +68,7 @@ def mapped(file: str, kind: str) -> np.ndarray:
                 other = "uint8 or text"
         cure = f"set flat_tokens.bin_dtype={other}"
         if other == "uint8 or text":
-            cure = "convert text with tools.huggingface_to_flat_tokens; write ids as uint16"
+            cure = "convert text with tools.huggingface_to_flat_tokens, or write ids as uint16"
         elif other == "int64":
             new = "np.fromfile(old, np.int64).astype(np.uint32).tofile(new)"
             cure = f"write them as uint32, by {new}, and set flat_tokens.bin_dtype=uint32"

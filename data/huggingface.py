@@ -35,7 +35,7 @@ class HuggingFaceConfig(text.TextConfig, key="hf_dataset"):
         return StreamLoader(self, spec, split)
 
     def tokenizer_used(self, remote: bool = False) -> Named:
-        return Named(self.tokenizer)
+        return Named(self.tokenizer, text.tokenizer(self.tokenizer).vocabulary if remote else "")
 
 
 class StreamLoader(Batches):
@@ -94,15 +94,14 @@ class StreamLoader(Batches):
         them, and the place after them."""
         position, used = place["position"], place["used"]
         left = np.array([place.get("last", FILL)], np.uint32)
+        known = {"vocabulary": text.tokenizer(self.config.tokenizer).vocabulary}
         for unit in self.units(position):
             position = {**position, "source": unit.position["source"]}  # `used` counts from here
             left = np.append(left, unit.tokens[used:])
             while len(left) > count:
                 found, left = left[: count + 1], left[count:]
-                used, last = len(unit.tokens) - len(left[1:]), int(left[0])
-                known = text.tokenizer(self.config.tokenizer).vocabulary
-                after = {"position": position, "used": used, "last": last, "vocabulary": known}
-                yield found, after
+                used = len(unit.tokens) - len(left[1:])
+                yield found, {"position": position, "used": used, "last": int(left[0]), **known}
             position, used = unit.position, 0
 
     def origin(self, number: int) -> str:

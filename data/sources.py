@@ -110,8 +110,6 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) 
     """Raises UserError if the tokenizer `used` for a dataset differs from the one of a checkpoint's
     model. `cure` is the setting that allows it."""
     ours = tokenizer_of_model(checkpoint)
-    if ours and used and ours.name == used.name and not used.vocabulary:  # a stream's is as it is
-        used = used._replace(vocabulary=text.tokenizer(used.name).vocabulary)
     if ours and used and (problem := text.difference(ours, used)):
         both = f"in {checkpoint.path} is {ours.name}, the dataset's is {used.name}: {problem}"
         cure = f"Tokenize the dataset with the model's, or accept that with {cure}"

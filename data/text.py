@@ -222,7 +222,7 @@ class Tokenizer:
 
     def check_unchanged(self, named: Named) -> Self:
         """Returns itself. Raises UserError if it has changed since it was recorded."""
-        if not same_vocabulary(named.vocabulary, self.vocabulary):
+        if named.vocabulary and not same_vocabulary(named.vocabulary, self.vocabulary):
             problem = f"the tokenizer {self.name} has changed since the data was tokenized with it"
             raise UserError(f"{problem}: restore it, or name a copy of the earlier one")
         return self

@@ -228,8 +228,9 @@ class Checkpoint:
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
         Raises CheckpointError with the first difference and the cure, and `of_model` if the arrays
         fit."""
-        here, saved_model = flat({"model": model}), self.settings.get("model") if model else None
-        there = dict.fromkeys(here) | flat({"model": saved_model or {}})
+        here = flat({"model": model})
+        known = self.settings.get("model") if model else None
+        there = dict.fromkeys(here) | flat({"model": known or {}})
         here |= {name: array["attributes"]["type"] for name, array in arrays.items()}
         there |= {name: array.attrs["type"] for name, array in self.arrays.items()}
         # An older version's config lacks keys for features that null, false or 0 switch off.
@@ -264,6 +265,7 @@ def list_checkpoints(path: str) -> list[Checkpoint]:
 
 
 def no_checkpoint(path: str, key: str = "") -> CheckpointError:
+    """Returns the error that a path, which `key` names, has no complete checkpoint."""
     problem = "has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
     if "://" not in path and not os.path.exists(path):
         problem = "doesn't exist"

@@ -257,6 +257,7 @@ TOOLS = {
     "generate: rows without an evaluation": (generate, ["x", "--length=3"]),
     "generate: an evaluation and a seed": (generate, ["x", "--evaluate=y", "--seed=1"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
+    "flat_tokens_info: bits of zarr": (flat_tokens_info, ["x", "--dtype=uint32"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
 }
 

@@ -192,6 +192,16 @@ BRANCHES = {
 }
 
 
+def test_functions_of_one_name_in_two_modules_are_both_tried(monkeypatch):
+    monkeypatch.setattr(trials.types, "shard_mapped", {*trials.types.shard_mapped})
+    other = types.ModuleType("variants.other")
+    monkeypatch.setitem(sys.modules, "variants.other", other)
+    source = "from shardlib.types import f32, typed_shard_map\n\n@typed_shard_map\n"
+    exec(source + "def validation_step(x: f32['']) -> f32['']:\n    return x", vars(other))
+    names = {"validation_step", "variants.other.validation_step"}
+    assert names <= trials.beside_the_step(train).keys()
+
+
 def test_a_branch_of_another_function_that_tiny_runs_do_not_take_is_named():
     whole, length = "nats.sum()}", "config.training.tokens.len"
     branch = f"nats.sum() if {length} < 48 else nats.max()}}"

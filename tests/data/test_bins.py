@@ -153,6 +153,7 @@ REFUSED = {
     "64 bits read as 32": (lambda folder: random_ids(folder, 999, 50000, "<i8"), WIDE),
     "text read as 16 bits": (text, {}),
     "text read as 32 bits": (text, WIDE),
+    "ids of characters in 8 bits": (lambda folder: random_ids(folder, 2000, 65, "u1"), {}),
     "an id beyond the vocabulary": (plain, {"vocab": 999}),
     "an id of 32 bits beyond the vocabulary": (
         lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"),

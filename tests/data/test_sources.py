@@ -128,8 +128,8 @@ def streamed(*overrides):
 
 def test_a_streams_tokenizer_that_has_changed_is_refused(monkeypatch):
     monkeypatch.setattr(sources, "kept_by_import", lambda _: None)
-    known = sources.text.tokenizer("bytes_utf8")
-    for vocabulary, refused in (known.vocabulary, False), ("another", True), ("", False):
+    used = streamed().source().tokenizer_used(remote=True)
+    for vocabulary, refused in (used.vocabulary, False), ("another", True), ("", False):
         checkpoint = types.SimpleNamespace(
             path="x",
             metadata={"positions": [{"vocabulary": vocabulary}]},
@@ -137,7 +137,7 @@ def test_a_streams_tokenizer_that_has_changed_is_refused(monkeypatch):
         )
         problem = pytest.raises(UserError, match="bytes_utf8 has changed since")
         with problem if refused else contextlib.nullcontext():
-            known.check_unchanged(sources.tokenizer_of_model(checkpoint))
+            sources.check_same_tokenizer(checkpoint, used, "a setting")
 
 
 MIXED = "flat_tokens={{mixture: [{{filespec: a, weight: {}}}, {{filespec: b, weight: {}}}]}}"

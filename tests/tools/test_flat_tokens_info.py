@@ -74,6 +74,8 @@ def test_bin_files(tmp_path, info):
     line = f"{tmp_path}: 20 tokens, ids up to 117; 2 documents of 10 to 10 tokens, median 10; "
     line += "2 files: a.bin, 4 ids of uint16; b.bin, 16 ids of uint16; intact\n"
     assert out.startswith(line) and out.endswith("--- document 1, 10 tokens\nthe other\n\n")
+    _, errors, code = info(str(tmp_path), "--end-token=99")
+    assert code == 1 and "is end_token=99: choose the id that ends documents" in errors
     (tmp_path / "b.bin").write_bytes(b"x")
     out, errors, code = info(tmp_path)
     assert (out, code) == ("", 1) and "b.bin can't be read: 1 bytes aren't 1 ids of 2 b" in errors
