@@ -4,6 +4,7 @@ A path names a file, a pattern such as `shards/train_*.bin`, or a folder. Severa
 dataset, ordered by name. docs/flat_tokens.md describes the files.
 """
 
+import functools
 import glob
 import os
 import re
@@ -118,6 +119,12 @@ class Bins:
         check_one_split(path, self.files)
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
 
+    @functools.cached_property
+    def ended(self) -> bool:
+        """Whether a document ends with the end token, or none is given."""
+        blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
+        return self.end_token < 0 or any(self.end_token in block for block in blocks)
+
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
         before = max(start - 1, 0)  # a document may end there
@@ -134,10 +141,7 @@ class Bins:
 
 def check_end_token(several: list[Bins]) -> None:
     """Raises FlatTokensError if no document of any of them ends with their end token."""
-    parts = (ids for bins in several for ids in bins.parts)
-    blocks = (ids[i : i + CHUNK] for ids in parts for i in range(0, len(ids), CHUNK))
-    end = max((bins.end_token for bins in several), default=-1)
-    if end >= 0 and not any(end in block for block in blocks):
+    if several and not any(bins.ended for bins in several):
         names = " and ".join(bins.name for bins in several)
         cure = "choose the id that ends documents, or leave the end token out"
-        raise FlatTokensError(f"no id in {names} is end_token={end}: {cure}")
+        raise FlatTokensError(f"no id in {names} is end_token={several[0].end_token}: {cure}")

@@ -40,6 +40,7 @@ from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, 
 from data.text import ahead, difference
 from kernels.attention import balanced
 from runtime.config import Section
+from runtime.run import say
 from runtime.supervise import check_hosts_agree
 from runtime.values import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, one_of
 from shardlib.errors import UserError
@@ -457,8 +458,13 @@ class Mixture(Batches):
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
+        bins = [x for x in data if isinstance(x, Bins)]
         if split == "train":
-            check_end_token([x for x in data if isinstance(x, Bins)])
+            check_end_token(bins)
+        for each in bins:
+            if not each.ended:
+                end = f"flat_tokens.end_token={config.end_token}"
+                say(f"note: no id in {each.name} is {end}: its tokens count as one document")
         self.made_of = {
             "tokens": [x.rows_from for x in data],
             "samples": [*map(sample, data)],

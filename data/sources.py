@@ -58,8 +58,9 @@ def kept_by_import(
             seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
             if os.path.isfile(f"{kept}/config.json"):
-                # A later import may have taken the place of the one that the run started from.
-                return kept if checkpoint.start <= start else None
+                if checkpoint.start > start:
+                    raise UserError("it was imported after the run began")
+                return kept
             settings = flat(checkpoint.settings)
             cloned = str(settings.get("paths.clone_from") or "://")
             # A remote path that only a checkpoint names is never opened.
@@ -67,7 +68,7 @@ def kept_by_import(
                 return None
             start, checkpoint = min(start, checkpoint.start), newest(cloned)
     except (UserError, OSError) as error:
-        unknown = "If it began as an import, that model's settings and tokenizer aren't known"
+        unknown = "If the run began as an import, that model's settings and tokenizer aren't known"
         lost(f"note: {checkpoint.path}: {error}. {unknown}")
     return None
 

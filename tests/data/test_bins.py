@@ -88,6 +88,18 @@ def test_batches_are_those_of_the_same_tokens_in_zarr(form, tmp_path):
             assert (one.start > 0).any(), "some row has a document's start"
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_file_without_the_end_token_beside_others_is_noted(split, here, capsys):
+    plain(here)
+    shutil.copy("u2.bin", "whole.bin")
+    np.full(500, 7, "u2").tofile("text.bin")
+    mixture = tuple(WeightedDataset(f"{x}.bin", 1) for x in ("u2", "whole", "text"))
+    changes = {"mixture": mixture} if split == "train" else {"validation": {"a": "text.bin"}}
+    opened(None if split == "train" else "text.bin", split=split, end_token=END, **changes)
+    end = f"flat_tokens.end_token={END}: its tokens count as one document"
+    assert capsys.readouterr().out == f"note: no id in text.bin is {end}\n"
+
+
 def test_any_range_of_shards_is_read(tmp_path):
     """Reads the token before a range from another shard, too."""
     data = Bins(write_shards(tmp_path / "x", np.split(TOKENS, [1, 2, 3, 77, 400])), END, "uint16")

@@ -1,6 +1,7 @@
 """Adding a source of tokens takes a class and a line, and a model's tokens mean what they meant."""
 
 import contextlib
+import os
 import re
 import shutil
 import types
@@ -101,10 +102,17 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, train_her
     monkeypatch.chdir("/")
     kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
     assert kept == f"{tmp_path}/imported/huggingface", "from any folder"
-    shutil.rmtree(f"{tmp_path}/imported")
     notes = list[str]()
+    model = checkpoint.newest(f"{tmp_path}/imported")
+    os.rename(model.path, f"{model.path}1")
     assert kept_by_import(checkpoint.newest(f"{tmp_path}/clone"), notes.append) is None
-    assert "If it began as an import, that model's settings and tokenizer aren't" in notes[0]
+    shutil.rmtree(f"{tmp_path}/imported")
+    assert kept_by_import(checkpoint.newest(f"{tmp_path}/clone"), notes.append) is None
+    assert "it was imported after the run began. If the run began as an import, that" in notes[0]
+    assert (
+        "imported doesn't exist. If the run began as an import, that model's settings and"
+        in notes[1]
+    )
 
 
 def test_the_tokenizer_of_a_runs_dataset_counts_if_it_has_more_tokens(imported, monkeypatch):
