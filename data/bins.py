@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode, scan
-from data.text import digest
+from data.tokenizer import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
 

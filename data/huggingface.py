@@ -16,7 +16,9 @@ import numpy as np
 
 from data import text
 from data.flat_tokens import FILL, Named, decode
+from data.formats import counted
 from data.loader import SAME_FILES, Batches, BatchSpec, rows_of
+from data.tokenizer import open_tokenizer
 from runtime.run import say
 from runtime.supervise import check_hosts_agree
 from runtime.values import NOT_EMPTY, Path, PositiveInt
@@ -35,7 +37,7 @@ class HuggingFaceConfig(text.TextConfig, key="hf_dataset"):
         return StreamLoader(self, spec, split)
 
     def tokenizer_used(self, remote: bool = False) -> Named:
-        return Named(self.tokenizer, text.tokenizer(self.tokenizer).vocabulary if remote else "")
+        return Named(self.tokenizer, open_tokenizer(self.tokenizer).vocabulary if remote else "")
 
 
 class StreamLoader(Batches):
@@ -56,13 +58,13 @@ class StreamLoader(Batches):
         check_hosts_agree({"a dataset": found}, SAME_FILES)
         self.first = {"source": found | {"hosts": hosts}}  # the position at each epoch's start
         self.files = frozenset(self.source.names)
-        largest = max(text.tokenizer(config.tokenizer).words())
+        largest = max(open_tokenizer(config.tokenizer).words())
         if largest >= spec.vocab:
             has = f"the tokenizer {config.tokenizer} has ids up to {largest}"
             self.source.notes.append(f"{has}; one that model.vocab={spec.vocab} lacks ends the run")
         for note in self.source.notes if split == "train" else ():
             say(f"note: {note}")
-        say(f"{self.name} has {text.counted(found['files'], 'file')}")
+        say(f"{self.name} has {counted(found['files'], 'file')}")
         if (fewest := found["shards"] // hosts) and found["shards"] % hosts:
             uneven = f"{found['shards']} shards on {hosts} hosts, which take equally many tokens"
             say(f"note: {uneven}: documents of hosts with {fewest} shards come more often")
@@ -85,7 +87,7 @@ class StreamLoader(Batches):
             if documents == empty and "state" not in position:
                 raise UserError(f"{self.name} has no text for host {jax.process_index()}")
             if number == 0:
-                read = f"{text.counted(documents, 'document')}, {empty:,} without text"
+                read = f"{counted(documents, 'document')}, {empty:,} without text"
                 say(f"{self.name} starts over: read {read}")
             position = self.first
 
@@ -94,7 +96,7 @@ class StreamLoader(Batches):
         them, and the place after them."""
         position, used = place["position"], place["used"]
         left = np.array([place.get("last", FILL)], np.uint32)
-        known = {"vocabulary": text.tokenizer(self.config.tokenizer).vocabulary}
+        known = {"vocabulary": open_tokenizer(self.config.tokenizer).vocabulary}
         for unit in self.units(position):
             position = {**position, "source": unit.position["source"]}  # `used` counts from here
             left = np.append(left, unit.tokens[used:])

@@ -37,7 +37,8 @@ from pydantic import BeforeValidator, Field
 from data import flat_tokens
 from data.bins import Bins, bin_files, check_end_token
 from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, tokenizer_of
-from data.text import ahead, difference
+from data.text import ahead
+from data.tokenizer import difference
 from kernels.attention import balanced
 from runtime.config import Section
 from runtime.run import say

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from data import text
 from data.flat_tokens import Named
 from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
+from data.tokenizer import difference, extends, open_tokenizer, problem_of_start
 from runtime.checkpoint import Checkpoint, newest
 from runtime.config import Section, flat, plain
 from runtime.run import say
@@ -103,7 +103,7 @@ def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
                 found = found._replace(vocabulary=position.get("vocabulary", ""))
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         local = found and os.path.exists(found.name)
-        return found if found and local and text.extends(found, Named(kept)) else Named(kept)
+        return found if found and local and extends(found, Named(kept)) else Named(kept)
     return found
 
 
@@ -111,7 +111,7 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) 
     """Raises UserError if the tokenizer `used` for a dataset differs from the one of a checkpoint's
     model. `cure` is the setting that allows it."""
     ours = tokenizer_of_model(checkpoint)
-    if ours and used and (problem := text.difference(ours, used)):
+    if ours and used and (problem := difference(ours, used)):
         both = f"in {checkpoint.path} is {ours.name}, the dataset's is {used.name}: {problem}"
         cure = f"Tokenize the dataset with the model's, or accept that with {cure}"
         raise UserError(f"the tokenizer of the model {both}. {cure}")
@@ -177,7 +177,7 @@ def say_problem_of_start(name: str, start: int) -> None:
             from huggingface_hub import snapshot_download
 
             name = snapshot_download(name, local_files_only=True)
-        if problem := text.problem_of_start(text.tokenizer(name), start):
+        if problem := problem_of_start(open_tokenizer(name), start):
             say(f"note: {problem}")
 
 

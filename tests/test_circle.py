@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from data.flat_tokens import FlatTokens
-from tests.data.test_text import write_tokenizer
+from tests.data.test_tokenizer import write_tokenizer
 from tests.files import rows
 from tests.processes import python
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors, write_folder

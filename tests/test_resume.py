@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from data import text
+from data.tokenizer import open_tokenizer
 from runtime.run import open_folder
 from tests.files import arrays, name_tokenizer, rows, write_tokens
 from tests.helpers import ROOT, SMALL
@@ -147,7 +147,7 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     out, refused = train_here(*accepted)
     assert not refused and "\nresumed at step 1 from " in out
     run_of = [*run, f"flat_tokens.filespec={one}", "paths.model_name=tokenized"]
-    known = text.tokenizer("bytes_utf8").vocabulary
+    known = open_tokenizer("bytes_utf8").vocabulary
     for steps, tokenizer, vocabulary, message in (
         (1, "bytes_utf8", known, ""),
         (2, "bytes_utf8", "other", "the tokenizer bytes_utf8 has changed since"),

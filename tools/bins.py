@@ -17,7 +17,7 @@ import numpy as np
 
 from data.bins import HEADERS, Bins, bin_files, check_end_token, check_one_split
 from data.flat_tokens import CHUNK, MAX_ID, SPLITS, FlatTokens, Writer, encode
-from data.text import counted
+from data.formats import counted
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError

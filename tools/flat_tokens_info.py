@@ -15,7 +15,8 @@ import numpy as np
 
 from data.bins import HEADERS, Bins, bin_files, check_end_token
 from data.flat_tokens import SPLITS, FlatTokens, Named, decode, tokenizer_of
-from data.text import Tokenizer, counted, tokenizer
+from data.formats import counted
+from data.tokenizer import Tokenizer, open_tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
@@ -77,7 +78,8 @@ def main() -> None:
                     given = args.tokenizer and Named(args.tokenizer)
                     if not (named := given or tokenizer_of(args.path)):
                         parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
-                    show(dataset, bounds, args.decode, tokenizer(named.name).check_unchanged(named))
+                    decoder = open_tokenizer(named.name).check_unchanged(named)
+                    show(dataset, bounds, args.decode, decoder)
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:

@@ -24,7 +24,9 @@ from tqdm import tqdm
 
 from data import text
 from data.flat_tokens import SPLITS, Writer
-from data.text import Source, Unit, counted
+from data.formats import counted
+from data.text import Source, Unit
+from data.tokenizer import open_tokenizer
 from runtime import storage
 from runtime.program import program
 from runtime.values import NOT_EMPTY, Path
@@ -82,7 +84,7 @@ class Conversion:
         load = {x: y for x, y in settings["load_dataset"].items() if x not in SECRETS}
         settings["load_dataset"] = jax.tree.map(unsigned, load)
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
-        vocabulary = text.tokenizer(config.tokenizer).vocabulary
+        vocabulary = open_tokenizer(config.tokenizer).vocabulary
         self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}
         saved: Any = storage.attributes(config.output).get("conversion", {})
         if "positions" not in saved:

@@ -54,7 +54,7 @@ import train
 from configs.schema import TokensConfig
 from data.flat_tokens import Named
 from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
-from data.text import difference, problem_of_start
+from data.tokenizer import difference, problem_of_start
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load

@@ -19,7 +19,7 @@ from runtime.config import plain
 from runtime.run import Run, as_begun
 from shardlib.errors import UserError
 from tests import golden
-from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
+from tests.data.test_tokenizer import SPECIAL, trained_tokenizer, write_tokenizer
 from tests.files import edit_config, write_tokens
 from tests.helpers import SMALL, compose_config, mesh, small_config
 from tests.test_wrong_inputs import nothing_is_compiled
@@ -117,7 +117,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, train_her
 
 def test_the_tokenizer_of_a_runs_dataset_counts_if_it_has_more_tokens(imported, monkeypatch):
     monkeypatch.setattr(sources, "kept_by_import", lambda _: "english")
-    words = sources.text.tokenizer("more").vocabulary
+    words = sources.open_tokenizer("more").vocabulary
     for named, found in (
         (("more", words), "more"),
         (("more", "changed"), "english"),

@@ -27,7 +27,7 @@ from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import Stacked, f32, i32, typed_shard_map, u32
 from tests import golden, helpers, oracle
-from tests.data.test_text import END_OF_MESSAGE, END_OF_TEXT, SPECIAL, write_tokenizer
+from tests.data.test_tokenizer import END_OF_MESSAGE, END_OF_TEXT, SPECIAL, write_tokenizer
 from tests.files import edit_config, save_state, write_tokens
 from tests.helpers import assert_close, mesh, plain, small_config
 from tools.generate import __main__ as generate

@@ -31,9 +31,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data import text
 from data.flat_tokens import FlatTokens
-from data.text import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from shardlib.errors import UserError
-from tests.data.test_text import trained_tokenizer
+from tests.data.test_tokenizer import trained_tokenizer
 from tests.files import documents
 from tests.helpers import ROOT, compose_config
 from tests.processes import python_at_work
@@ -297,7 +297,7 @@ def test_another_tokenizer_under_the_same_name(shards, tmp_path, monkeypatch):
     trained_tokenizer(TEXTS, ["<s>"]).save(str(file))
     assert deadly.convert(config, writes=40)
     trained_tokenizer(TEXTS, ["<pad>"]).save(str(file))
-    text.tokenizer.cache_clear()
+    open_tokenizer.cache_clear()
     with pytest.raises(UserError, match=r"has changed .* read: tokenizer \w+, now \w+\. Restore"):
         deadly.convert(config)
 

@@ -29,7 +29,7 @@ from runtime.config import load
 from shardlib.errors import UserError
 from shardlib.types import computing_in, f32, make_shardings, typed_shard_map
 from tests import golden, helpers
-from tests.data.test_text import trained_tokenizer
+from tests.data.test_tokenizer import trained_tokenizer
 from tests.files import arrays, edit_config, save_state
 from tests.helpers import assert_close, mesh, slow_but_for, small_config
 from tools import huggingface_weights as tool

@@ -13,7 +13,7 @@ from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shardings
-from tests.data.test_text import trained_tokenizer
+from tests.data.test_tokenizer import trained_tokenizer
 from tests.helpers import assert_close, mesh, small_config
 from tests.tools.test_generate import oracle_logits, random_weights
 from tools import huggingface_weights

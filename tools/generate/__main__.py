@@ -49,7 +49,7 @@ from tqdm import tqdm
 from data import flat_tokens
 from data.loader import TokenBatch, rows_of
 from data.sources import check_same_tokenizer
-from data.text import same_vocabulary, tokenizer
+from data.tokenizer import open_tokenizer, same_vocabulary
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
             if used := flat_tokens.tokenizer_of(args.evaluate):
                 if not named:
                     check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
-                opened = tokenizer(named or used.name)
+                opened = open_tokenizer(named or used.name)
                 other = named not in (None, used.name)
                 if other and not same_vocabulary(used.vocabulary, opened.vocabulary):
                     raise UserError(f"{args.evaluate} was tokenized with {used.name}, not {named}")

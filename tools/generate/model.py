@@ -17,7 +17,7 @@ import train
 from data import flat_tokens
 from data.flat_tokens import Named
 from data.sources import kept_by_import, tokenizer_of_model
-from data.text import Tokenizer
+from data.tokenizer import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
 from runtime.devices import have_cpu_devices, make_mesh

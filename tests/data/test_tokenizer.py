@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from data import text
+from data import tokenizer
 from data.flat_tokens import Named, decode
 from shardlib.errors import UserError
 from tests import golden
@@ -45,7 +45,7 @@ def test_a_tokenizers_code_is_not_run(tmp_path):
     (tmp_path / "some/tokenizer_config.json").write_text(json.dumps(of_its_own))
     (tmp_path / "some/code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
     with pytest.raises(UserError, match="contains custom code"):
-        text.Tokenizer(path)
+        tokenizer.Tokenizer(path)
     assert not ran.exists()
 
 
@@ -60,11 +60,11 @@ def tokenized(opened, documents):
 
 def test_the_end_token_ends_what_is_not_empty(tmp_path):
     path = write_tokenizer(tmp_path, eos_token=SPECIAL[0])
-    opened = text.Tokenizer(path, end_token=True)
+    opened = tokenizer.Tokenizer(path, end_token=True)
     ids, nothing = tokenized(opened, ["<|endoftext|>", ""])
     assert ids[-1] == END_OF_TEXT and END_OF_TEXT not in ids[:-1]
     assert not len(nothing)
-    plain = text.Tokenizer(path)
+    plain = tokenizer.Tokenizer(path)
     (ids,) = tokenized(plain, ["hello<|endoftext|>"])
     assert min(ids) > END_OF_MESSAGE, "the name of a special token in a text is text"
 
@@ -78,11 +78,11 @@ def test_a_model_starts_texts_as_its_tokenizer_does_or_with_no_word(tmp_path):
     right = {"bytes_utf8": [0, 257], tmp_path / "bare.json": [0, 1, 2], named: [1]}
     right |= {tmp_path / "first.json": [2], ends: [0, 1, 2]}
     for name, starts in right.items():
-        opened = text.Tokenizer(str(name))
-        found = [i for i in (0, 1, 2, 3, 257) if not text.problem_of_start(opened, i)]
+        opened = tokenizer.Tokenizer(str(name))
+        found = [i for i in (0, 1, 2, 3, 257) if not tokenizer.problem_of_start(opened, i)]
         beyond = [257] if name == "bytes_utf8" else []
         assert found == [*dict.fromkeys([*starts, *beyond])]
-    assert text.problem_of_start(text.Tokenizer(named), 3) == (
+    assert tokenizer.problem_of_start(tokenizer.Tokenizer(named), 3) == (
         f"model.start_token=3 is the word '!' of the tokenizer {named}, whose own is 1, "
         "'<|im_start|>'"
     )
@@ -99,7 +99,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_the_folder_names(tmp_pat
     settings = {"tokenizer_class": f"{family}Tokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family.lower()}))
-    opened = text.Tokenizer(str(tmp_path))
+    opened = tokenizer.Tokenizer(str(tmp_path))
     document = "2048 and 1024"
     (ids,) = tokenized(opened, [document])
     assert ids.tolist() == inner.encode(document).ids
@@ -110,10 +110,10 @@ def test_ids_are_those_of_tokenizer_json_whatever_class_the_folder_names(tmp_pat
 
 def test_the_digest_tells_what_a_document_becomes(tmp_path):
     path = write_tokenizer(tmp_path / "a", eos_token=SPECIAL[0])
-    plain, ended = (text.Tokenizer(path, end_token=end).digest for end in (False, True))
+    plain, ended = (tokenizer.Tokenizer(path, end_token=end).digest for end in (False, True))
     other = write_tokenizer(tmp_path / "b", eos_token=SPECIAL[2])
-    assert text.Tokenizer(other).digest == plain, "without it the end token doesn't matter"
-    assert len({plain, ended, text.Tokenizer(other, end_token=True).digest}) == 3
+    assert tokenizer.Tokenizer(other).digest == plain, "without it the end token doesn't matter"
+    assert len({plain, ended, tokenizer.Tokenizer(other, end_token=True).digest}) == 3
 
 
 def test_a_document_has_the_same_ids_each_time(tmp_path):
@@ -121,7 +121,7 @@ def test_a_document_has_the_same_ids_each_time(tmp_path):
     inner = trained_tokenizer(["what is the sum of two and two?"] * 3, [])
     inner.model.dropout = 0.5
     inner.save(str(tmp_path / "x.json"))
-    opened = text.Tokenizer(str(tmp_path / "x.json"))
+    opened = tokenizer.Tokenizer(str(tmp_path / "x.json"))
     assert len({bytes(opened(["what is the sum of two and two?"])[0]) for _ in range(20)}) == 1
 
 
@@ -130,14 +130,14 @@ def test_tokenizers_under_one_name(tmp_path):
     name, recorded = str(tmp_path / "x.json"), []
     for texts, special in (["two"], SPECIAL), (["two"], ["<a>", *SPECIAL[1:]]), (["sum"], SPECIAL):
         trained_tokenizer(texts * 3, special).save(name)
-        recorded.append(Named(name, text.Tokenizer(name).vocabulary))
+        recorded.append(Named(name, tokenizer.Tokenizer(name).vocabulary))
     first, renamed, last = recorded
     assert renamed == first
-    assert not text.difference(first, first) and not text.difference(first, Named(name))
-    assert f"{name} has changed since" in text.difference(first, last)
-    text.Tokenizer(name).check_unchanged(last)
+    assert not tokenizer.difference(first, first) and not tokenizer.difference(first, Named(name))
+    assert f"{name} has changed since" in tokenizer.difference(first, last)
+    tokenizer.Tokenizer(name).check_unchanged(last)
     with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
-        text.Tokenizer(name).check_unchanged(first)
+        tokenizer.Tokenizer(name).check_unchanged(first)
 
 
 @pytest.mark.parametrize("part, value", [("normalizer", {"type": "Lowercase"}), ("merges", [])])
@@ -147,11 +147,12 @@ def test_tokenizers_of_the_same_words_that_split_text_differently(part, value, t
     known = json.loads(file.read_text())
     (known["model"] if part == "merges" else known)[part] = value
     other.write_text(json.dumps(known))
-    recorded, changed = (Named(str(x), text.Tokenizer(str(x)).vocabulary) for x in (file, other))
-    assert text.difference(recorded, changed) == "they split the same text differently"
+    names = str(file), str(other)
+    recorded, changed = (Named(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
+    assert tokenizer.difference(recorded, changed) == "they split the same text differently"
     file.write_text(other.read_text())
     with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
-        text.Tokenizer(str(file)).check_unchanged(recorded)
+        tokenizer.Tokenizer(str(file)).check_unchanged(recorded)
 
 
 def test_an_added_token_makes_no_other_tokenizer(tmp_path):
@@ -161,18 +162,19 @@ def test_an_added_token_makes_no_other_tokenizer(tmp_path):
     inner.add_tokens(["sum", "  ", "don't"])
     inner.save(str(tmp_path / "more.json"))
     names = str(tmp_path / "x.json"), str(tmp_path / "more.json")
-    assert not text.difference(*(Named(x, text.Tokenizer(x).vocabulary) for x in names))
-    words = text.digest(sorted(text.Tokenizer(names[0]).words().items()))
+    one, other = (Named(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
+    assert not tokenizer.difference(one, other)
+    words = tokenizer.digest(sorted(tokenizer.Tokenizer(names[0]).words().items()))
     earlier = Named(names[0], words)  # as earlier versions recorded it
-    assert not text.difference(earlier, Named(names[1], text.Tokenizer(names[1]).vocabulary))
-    text.Tokenizer(names[0]).check_unchanged(earlier)
+    assert not tokenizer.difference(earlier, other)
+    tokenizer.Tokenizer(names[0]).check_unchanged(earlier)
 
 
 def test_a_tokenizer_may_lack_ids_for_other_texts(tmp_path):
     inner = Tokenizer(models.WordLevel({x: i for i, x in enumerate("ACGT")}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.save(name := str(tmp_path / "x.json"))
-    opened = text.Tokenizer(name)
+    opened = tokenizer.Tokenizer(name)
     opened.check_unchanged(Named(name, opened.vocabulary))
     (ids,) = tokenized(opened, ["GATT"])
     assert ids.tolist() == [2, 0, 3, 3]
@@ -181,4 +183,4 @@ def test_a_tokenizer_may_lack_ids_for_other_texts(tmp_path):
 def test_an_end_token_that_is_not_named(tmp_path):
     case, folder = "tokenizer: an end token that isn't named", (str(tmp_path), "FOLDER")
     with golden.raises("datasets.txt", case, UserError, folder):
-        text.Tokenizer(write_tokenizer(tmp_path), end_token=True)
+        tokenizer.Tokenizer(write_tokenizer(tmp_path), end_token=True)
