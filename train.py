@@ -77,7 +77,7 @@ from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
 from runtime.run import Run, as_begun, complete, due, make_mesh, reserved, say, trained_with
-from runtime.schedule import Hyper, hyper_at, note_of_peak
+from runtime.schedule import Hyper, hyper_at, note_of_schedule
 from shardlib import ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -537,8 +537,8 @@ def adamw(
 # --- Training step --------------------------------------------------------------------------------
 
 
-# A step's metrics by name, replicated on all devices. Metrics of one weight, layer or expert have a
-# slash in their name, or dimensions.
+# A step's metrics by name, replicated on all devices. Those with dimensions, and the norms of one
+# weight (grad_norm/embed), are logged every metrics.norms_interval steps.
 Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
@@ -548,7 +548,7 @@ def training_step(
     state: State, batch: TokenBatch, hyper: Hyper, config: Config
 ) -> tuple[State, Metrics]:
     """One step of the optimizer. Gradients are first clipped by their global norm. A step whose
-    loss or gradient isn't finite leaves weights and moments as they were, and still advances
+    loss or gradient norm isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
     # An all-reduce of a scalar for each set of axes that splits weights. Biases add a second set.
@@ -556,9 +556,8 @@ def training_step(
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)
 
-    with_muon = functools.partial(muon.update, adamw, moved)
-    update = with_muon if config.training.optimizer == "muon" else adamw
-    kinds = state_type(config).weights
+    optimizers: Any = {"adamw": adamw, "muon": functools.partial(muon.update, adamw, moved)}
+    update, kinds = optimizers[config.training.optimizer], state_type(config).weights
     weights, mu, nu = update(kinds, state.weights, grads, state.mu, state.nu, hyper, config)
     metrics: Any = {name: x / count for name, x in sums.items() if x.ndim == 0}
     if config.model.experts:
@@ -642,7 +641,7 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
         say(f"weights from {source.newest.path}" + (other and f", a model with {other}"))
         return make(weights, config)
     state = source.restore()
-    if config.hf_dataset:  # flat tokens need no position
+    if not data.made_of:  # flat tokens need no position
         data.position = source.position()
     say(f"resumed at step {first} from {source.newest.path}")
     if other := trained_with(config, source.newest):
@@ -674,7 +673,7 @@ def train(
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
-    notes = note_of_kernel(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
+    notes = note_of_kernel(sizes, config.mesh.c), note_of_schedule(training), experts.note(config)
     for note in filter(None, (of_muon, *notes, *config.notes())):
         say(note)
     saved, skips = checkpoints.newest.step, (training.max_skipped_updates, checkpoints.skipped)

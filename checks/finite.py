@@ -11,13 +11,14 @@ from shardlib.types import make_shardings, named
 
 
 def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: str) -> str:
-    """Names a batch's gradients that aren't finite, the batch's origin, and a cure. Recomputes them
-    with `gradients(weights, batch, config)`. If gradients of random tokens aren't finite either,
+    """Names a batch's gradients whose norm isn't finite, the batch's origin, and a cure. Recomputes
+    them with `gradients(weights, batch, config)`. If those of random tokens aren't finite either,
     the weights are to blame."""
 
     def bad(batch: Any) -> str:
         grads = named(gradients(weights, batch, config))
-        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
+        finite = {name: jnp.isfinite(jnp.square(x).sum()) for name, x in grads.items()}
+        return ", ".join(name for name, x in finite.items() if not x)
 
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
@@ -25,4 +26,4 @@ def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: s
         cure = "Random tokens have such gradients, too: the weights diverged, or an edit divides "
         cure += "by zero. Correct it, or lower the learning rate, and remove checkpoints since then"
     names = bad(batch) or "none, with the current weights"
-    return f"gradients that are not finite: {names}; {origin}. {cure}"
+    return f"gradients whose norm is not finite: {names}; {origin}. {cure}"

@@ -282,6 +282,7 @@ class Batches(abc.ABC):
     """Base class: the batches of a split, sharded over the mesh in context at construction. Each
     batch is read in a thread while the previous one is in use."""
 
+    name = "a batch"  # in messages
     count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
     # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`. A
@@ -331,6 +332,7 @@ class Batches(abc.ABC):
         """Yields this host's rows of each of these batches, and the position after it."""
         for ids, is_start, position in self.make(numbers):
             rows = TokenBatch.of(ids, is_start, self.spec.start_token)
+            self.spec.check_vocabulary(f"{self.name} has the id", int(rows.targets.max(initial=0)))
             yield jax.tree.map(lambda x: x[:, self.order], rows), position
 
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:

@@ -21,7 +21,8 @@ from shardlib.errors import UserError
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class DataConfig(Section):
     """The sources of tokens. A config sets one of them and leaves the others null. To add a source,
-    add a field here whose section has the methods `open` and `tokenizer_used`."""
+    add a field here whose section has the methods `open`, which returns Batches, and
+    `tokenizer_used`."""
 
     flat_tokens: FlatTokensConfig | None
     hf_dataset: HuggingFaceConfig | None
@@ -203,8 +204,9 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     for name, data in sets.items():
         if both := train.files & data.files:
             raise UserError(f"{min(both)} is in both splits: leave it out of one")
-        if data.count and taken >= data.count + rows:
-            number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
+        if data.count and taken > 1.01 * data.count:
+            number, times = f"{data.count:,} rows" + (name and f" of {name}"), taken / data.count
             key = "training.validation_batches"
-            say(f"note: a validation takes each of the {number} {times:.1f} times: lower {key}")
+            cure = f"to take none twice, lower {key}"
+            say(f"note: a validation takes the {number} {times:.2f} times: {cure}")
     return train, sets

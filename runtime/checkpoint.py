@@ -269,9 +269,21 @@ def no_checkpoint(path: str, key: str = "") -> CheckpointError:
     problem = "has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
     if "://" not in path and not os.path.exists(path):
         problem = "doesn't exist"
+    elif (elsewhere := recorded_path(path)) not in ("", f"{path}/checkpoints"):
+        problem = f"has no checkpoints: by its config.yaml they are in {elsewhere}"
     elif os.path.exists(f"{path}/config.json"):
         problem = "is a Hugging Face folder: import it with tools.huggingface_weights"
     return CheckpointError(f"{key}{path} {problem}")
+
+
+def recorded_path(folder: str) -> str:
+    """Returns where the config.yaml in a run's folder says that its checkpoints are, or ""."""
+    with contextlib.suppress(Exception):  # it may not be there, and may hold anything
+        with open(f"{folder}/config.yaml") as file:
+            settings = flat(plain(file.read()))
+        root, name = settings["checkpoints.root"], settings["paths.model_name"]
+        return f"{root}/{name}/checkpoints" if root else f"{folder}/checkpoints"
+    return ""
 
 
 def newest(path: str) -> Checkpoint:

@@ -81,8 +81,9 @@ def load(schema: type[C], values: Any) -> C:
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as found:
         errors = found.errors()
-    # Unknown keys first, as one may be a misspelled missing key; then wrong values.
-    error = min(errors, key=lambda each: (each["type"] != UNKNOWN, each["type"] == "missing"))
+    # Unknown keys first, as one may be a misspelled missing key; then wrong values; of missing
+    # ones, a section before another section's keys.
+    error = min(errors, key=lambda x: (x["type"] != UNKNOWN, x["type"] == "missing", len(x["loc"])))
     names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error["loc"])
     key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")
     if error["type"] == UNKNOWN:

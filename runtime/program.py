@@ -62,7 +62,8 @@ def program(
         if (name := hydra_config.job.config_name) == "base":
             raise UserError(f"choose a config with --config-name=NAME: {', '.join(_names(folder))}")
         choices = [f"{group}/{choice}" for group, choice in hydra_config.runtime.choices.items()]
-        for file in (f"{each}.yaml" for each in (name, *choices)):
+        ours = [str(x.relative_to(ROOT / folder)) for x in (ROOT / folder).rglob("*.yaml")]
+        for file in (*(f"{each}.yaml" for each in (name, *choices)), *ours):
             sources = [each.path for each in hydra_config.runtime.config_sources]
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
@@ -211,6 +212,9 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return f"can't parse {error.override}: {problem}" + (cure if is_text else "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None) or ""
+    lacking = re.match("Interpolation key '(.*)' not found", str(cause))
+    if lacking and lacking[1] in keys(schema):
+        return f"{lacking[1]} is missing: add {lacking[1]}=..."
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is missing: add {key}=..."
     if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):

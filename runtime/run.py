@@ -32,7 +32,7 @@ import jaxlib
 import numpy as np
 
 from runtime import chips, devices, hlo
-from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig
+from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig, recorded_path
 from runtime.config import ROOT, Section, as_text, flat, plain, sources
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
@@ -322,15 +322,16 @@ def replace(file: pathlib.Path, content: bytes) -> None:
 
 
 def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
-    """Returns the lines of a metrics.jsonl for steps before `step`, and the number of lines that a
-    crash has damaged. A last line that was cut off in writing doesn't count."""
+    """Returns the lines of a metrics.jsonl for steps before `step`, and the number of damaged
+    lines. A last line that was cut off in writing doesn't count."""
     lines, damaged = list[bytes](), 0
-    for line in metrics.read_bytes().split(b"\n")[:-1]:
+    *whole, last = metrics.read_bytes().split(b"\n")
+    for number, line in enumerate((*whole, last)):
         try:
             if json.loads(line)["step"] < step:
                 lines.append(line + b"\n")
         except Exception:  # it may hold anything
-            damaged += 1
+            damaged += number < len(whole)
     return lines, damaged
 
 
@@ -343,17 +344,25 @@ def open_folder(
 
     Keeps only the rows of metrics.jsonl before `saved`, the step of the run's own last checkpoint:
     an earlier start may have run further. If the run has none, existing metrics are another
-    attempt's: renames them to `metrics.<time>.jsonl`, even if a clone starts at a later step."""
+    attempt's: renames them to `metrics.<time>.jsonl`, even if a clone starts at a later step. Keeps
+    metrics with damaged lines there, too."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        if saved:
-            replace(metrics, b"".join(rows_before(metrics, saved)[0]))
-        else:
-            renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
-            metrics.rename(renamed)
-            say(f"no checkpoint to resume from; renamed the earlier metrics to {renamed.name}")
+    metrics, was = folder / "metrics.jsonl", recorded_path(str(folder))
     replace(folder / "config.yaml", config.encode())
+    if metrics.exists():
+        other = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+        lines, damaged = rows_before(metrics, saved)
+        if not saved:
+            metrics.rename(other)
+            earlier = f"renamed the earlier metrics to {other.name}"
+            if was not in ("", recorded_path(str(folder))):
+                earlier += f"; the earlier checkpoints may be in {was}"
+            say(f"no checkpoint to resume from; {earlier}")
+        elif damaged:
+            replace(other, metrics.read_bytes())
+            say(f"warning: left {damaged} damaged lines out of {metrics}; {other.name} has them")
+        if saved:
+            replace(metrics, b"".join(lines))
     starts = folder / "starts.jsonl"
     start = json.dumps({"first_step": first_step, "config": config} | origin()) + "\n"
     # As a whole: a full disk could cut off an added line.
@@ -457,8 +466,8 @@ class Run(contextlib.ExitStack):
         so step n is logged while step n+1 runs. `explain` returns details on a loss that isn't
         finite.
 
-        Entries of an array are logged by their indices, as name/0/1. Names with a slash are logged
-        only every metrics.norms_interval steps."""
+        Entries of an array are logged by their indices, as name/0/1. These, and norms of a tensor
+        (grad_norm/embed), are logged only every metrics.norms_interval steps."""
         self._settle()
         self._write()
         self.row = {"step": step, **values, "data_wait_seconds": self.waited}
@@ -518,7 +527,7 @@ class Run(contextlib.ExitStack):
         row: Row = {"step": (step := self.row.pop("step"))}
         in_parts = due(self.config.metrics.norms_interval, step, self.steps)
         for name, value in self.row.items():
-            if in_parts or ("/" not in name and np.ndim(value) == 0):
+            if in_parts or ("_norm/" not in name and np.ndim(value) == 0):
                 entries = np.ndenumerate(np.asarray(value))
                 row |= {"/".join(map(str, (name, *index))): float(x) for index, x in entries}
         now = time.perf_counter()

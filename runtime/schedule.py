@@ -76,16 +76,24 @@ def learning_rate(step: int, training: Any) -> float:
     https://arxiv.org/abs/2404.06395, section 4), or none."""
     warmup, start = step / max(training.warmup_steps, 1), decay_start(training)
     done = min(max((step - start) / max(training.steps_for_lr - start, 1), 0), 1)
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
+    falling = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
+    falling |= dict.fromkeys(("linear", "wsd"), 1 - done)
     final = training.cosine_learning_rate_final_fraction
-    decay = final + (1 - final) * left.get(training.schedule, 1 - done)
+    decay = final + (1 - final) * falling[training.schedule]
     return training.learning_rate * min(warmup, decay)
 
 
-def note_of_peak(training: Any) -> str:
-    """Returns a note if the learning rate doesn't reach its peak, else ""."""
-    rising = min(training.steps, decay_start(training))
-    if training.warmup_steps <= rising:
-        return ""
-    why = f"training.warmup_steps={training.warmup_steps}, but it rises for only {rising} steps"
-    return f"note: the learning rate doesn't reach its peak: {why}"
+def note_of_schedule(training: Any) -> str:
+    """Returns a note if the learning rate doesn't reach its peak, if wsd's cooldown isn't over at
+    the last step, or if steps have a rate of 0, else ""."""
+    steps, end = training.steps, training.steps_for_lr
+    rising = min(steps, decay_start(training))
+    if training.warmup_steps > rising:
+        why = f"training.warmup_steps={training.warmup_steps}, but it rises for only {rising} steps"
+        return f"note: the learning rate doesn't reach its peak: {why}"
+    until = f"ends at training.steps_for_lr={end}, and the run at training.steps={steps}"
+    if training.schedule == "wsd" and steps < end:
+        return f"note: the cooldown {until}"
+    if steps > end and not learning_rate(steps, training):
+        return f"note: the learning rate is 0 at the last steps: its decay {until}"
+    return ""

@@ -150,8 +150,9 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
 def unexplained(transfers, program):
     """The rows of a ledger and the collectives of a program that are left after pairing those that
     agree in kind, axes, elements, phase, line and number of runs. A row that a compiler may move
-    out of a loop allows several numbers. All-reduces over the same axes may be one instruction, at
-    one of their lines. In a loop that runs once, the backward pass recomputes nothing."""
+    out of a loop allows several numbers; one that repeats another one may be missing. All-reduces
+    over the same axes may be one instruction, at one of their lines. In a loop that runs once, the
+    backward pass recomputes nothing."""
 
     rows = [row._replace(axes=tuple(sorted(row.axes))) for row in transfers]
     rows.sort(key=lambda r: r.times - r.at_least)  # pairs exact ones first
@@ -168,7 +169,10 @@ def unexplained(transfers, program):
     gathers = {(c.kind, c.axes, c.elements, c.phase, c.line) for c in program if c.times == 1}
     again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
     known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
-    rows = [r for r in rows if r not in known]
+    # Of two equal collectives, either one may be left.
+    what = operator.attrgetter("kind", "axes", "elements", "phase")
+    twice = {what(r) for r in transfers if not r.at_least} & {gather[:4] for gather in gathers}
+    rows = [r for r in rows if r not in known and what(r) not in twice]
     return rows, left
 
 

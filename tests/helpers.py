@@ -48,7 +48,7 @@ def starting_state(config: train.Config, checkpoints: Any) -> train.State:
     paths = config.paths
     clone = paths.clone_from, paths.clone_weights_only, paths.clone_other_model
     start = checkpoints.starting_point(*clone)
-    return train.starting_state(config, *start, data=None)
+    return train.starting_state(config, *start, types.SimpleNamespace(made_of="flat tokens"))
 
 
 # A tiny model whose vocabulary covers the synthetic dataset.

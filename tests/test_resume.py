@@ -198,6 +198,7 @@ def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tm
 
 # The text, and the steps whose rows are kept at a start from step 2.
 METRICS = {
+    "a last row without an end of line": ('{"step": 0}\n{"step": 1}', [0, 1]),
     "rows": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n', [0, 1]),
     "a row cut short": ('{"step": 0}\n{"step": 1}\n{"st', [0, 1]),
     "a damaged row": ('{"st"\n{"step": 1}\n{"step": 2}\n', [1]),
@@ -208,13 +209,17 @@ METRICS = {
 
 
 @pytest.mark.parametrize("case", METRICS)
-def test_what_is_kept_of_the_metrics(case, here):
+def test_what_is_kept_of_the_metrics(case, here, capsys):
     text, kept = METRICS[case]
     folder = pathlib.Path("runs/run")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(text)
     (write,) = open_folder(folder, (), "", 2, 2)
     assert [row["step"] for row in rows(folder)] == kept
+    others = [other.read_text() for other in folder.glob("metrics.*.jsonl")]
+    damaged = case in ("a damaged row", "zeros, as a power failure leaves them", "brackets")
+    assert others == ([text] if damaged else [])
+    assert ("warning: left 1 damaged lines out of" in capsys.readouterr().out) == damaged
     write({"step": 2, "loss": 1.5})
     assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
 

@@ -58,6 +58,7 @@ PROGRAMS = {
     "replicas, 2 microbatches": lambda: training(in_parts(2, 1, d=4, r=2, t=2)),
     "replicas and split rows": lambda: training(in_parts(1, 1, d=4, r=2, t=1, c=2)),
     "muon, replicas and split rows": lambda: training(small_config(*MUON)),
+    "tied embeddings": lambda: training(small_config("model.tied_embeddings=true")),
     "experts and replicas": lambda: training(small_config(EXPERTS, "mesh={d: 4, r: 2, t: 2}")),
     "validation, 2 microbatches, 4 chunks on 4 x 2": lambda: validation(in_parts(2, 4, d=4, t=2)),
     "prefill on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 8),

@@ -120,9 +120,15 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         state, metrics = helpers.take_step(train, state, batch, config)
         given = config, state.weights, batch, "batch 7 is of the seventh page"
         text = explanation(train.gradients, *given)
-    assert text.startswith("gradients that are not finite: embed, layers/")
+        fresh = train.init_state(config).weights
+        large = {"final_norm": fresh.final_norm * 1e21, "unembed": fresh.unembed * 1e-21}
+        overflowing = explanation(
+            train.gradients, config, dataclasses.replace(fresh, **large), batch, ""
+        )
+    assert text.startswith("gradients whose norm is not finite: embed, layers/")
     cause = "is of the seventh page. Random tokens have such gradients, too: the weights diverged, "
     assert cause in text
+    assert overflowing.startswith("gradients whose norm is not finite: unembed; ")
     assert int(metrics["skipped"]) == 1 and not np.isfinite(metrics["loss"])
     after = jax.device_get((state.weights, state.mu, state.nu))
     jax.tree.map(np.testing.assert_array_equal, after, before)

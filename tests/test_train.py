@@ -18,12 +18,14 @@ from kernels.attention import balanced
 from runtime.checkpoint import named
 from runtime.initial import initial_weights
 from runtime.run import Run
-from runtime.schedule import learning_rate, note_of_peak
+from runtime.schedule import learning_rate, note_of_schedule
+from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
 from tests import helpers, oracle
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tools.audit.ledger import ledger
+from variants import muon
 
 
 def random_rows(seed=0, length=12):
@@ -229,9 +231,36 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
         rates = [learning_rate(step, training) / training.learning_rate for step in range(250)]
         assert rates[rising] == max(rates[: rising + 1]) and max(rates) < 0.95
         assert rates[101:] == pytest.approx([0.1] * 149)
-        assert note_of_peak(training).endswith(f"but it rises for only {rising} steps")
+        assert note_of_schedule(training).endswith(f"but it rises for only {rising} steps")
     constant = "training.schedule=constant", "training.steps=250", "training.steps_for_lr=50"
-    assert not note_of_peak(small_config("training.warmup_steps=200", *constant).training)
+    assert not note_of_schedule(small_config("training.warmup_steps=200", *constant).training)
+
+
+@pytest.mark.parametrize(
+    "schedule, steps, final, note",
+    [
+        ("wsd", 99, 0, "the cooldown ends at training.steps_for_lr=100, and the run at training."),
+        ("wsd", 100, 0, ""),
+        ("cosine", 101, 0, "the learning rate is 0 at the last steps: its decay ends at training."),
+        ("linear", 101, 0.1, ""),
+        ("cosine", 99, 0, ""),
+    ],
+)
+def test_a_schedule_that_ends_elsewhere_is_noted_if_it_may_be_a_mistake(
+    schedule, steps, final, note
+):
+    training = small_config(
+        f"training.schedule={schedule}", f"training.steps={steps}", "training.steps_for_lr=100",
+        "training.cooldown_steps=20", f"training.cosine_learning_rate_final_fraction={final}",
+    ).training  # fmt: skip
+    assert note_of_schedule(training).startswith(f"note: {note}" if note else "")
+    assert bool(note_of_schedule(training)) == bool(note)
+
+
+def test_muon_needs_a_matrix():
+    kinds = train.state_type(small_config()).weights
+    with pytest.raises(UserError, match="no weight has a layout in MATRICES"):
+        muon.note(muon.of_adamw(kinds))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +271,7 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
         "flat_tokens.validation={a: b.zarr}": (
             "training.validation_interval=0 and training.validation_at_start=false"
         ),
+        "hang_ends=false": "hang_timeout_seconds=0.0",
     }.items(),
 )
 def test_a_setting_without_effect_is_noted(given, settings):

@@ -23,7 +23,7 @@ from runtime.run import Run
 from shardlib.errors import UserError
 from tests import golden
 from tests.files import save_state, write_tokens
-from tests.helpers import SMALL, compose_config, mesh, random_weights
+from tests.helpers import ROOT, SMALL, compose_config, mesh, random_weights
 from tests.processes import python_at_work
 from tools import flat_tokens_info, huggingface_to_flat_tokens, plan, plot
 from tools.audit import __main__ as audit
@@ -170,6 +170,7 @@ NAMES = {
     "config local_test_syntetic": ["--config-name=local_test_syntetic"],
     "a config group without a config": ["model=1b", "paths.model_name=x"],
     "a config group with two configs": ["--config-name=c4_h100x8_1b", "+model=2b"],
+    "a config beside which another base is": ["--config-dir=own", "--config-name=mine"],
     "a config with a dotted key": ["--config-dir=.", "--config-name=dotted", "paths.model_name=x"],
 }
 
@@ -178,7 +179,11 @@ NAMES = {
 def test_the_name_of_a_config(case, folder, train_here):
     dotted = "defaults: [local_test_synthetic, _self_]\ntraining.steps: 2"
     pathlib.Path("dotted.yaml").write_text(dotted)
+    pathlib.Path("own").mkdir()
+    pathlib.Path("own/base.yaml").write_text("training: {seed: 7}")
+    pathlib.Path("own/mine.yaml").write_text("defaults: [base, _self_]")
     _, message = train_here(*NAMES[case])
+    message = message.replace(str(ROOT), "...")
     message = message.split("choose from ")[0].split("NAME: ")[0]  # without the list, which grows
     check(case, message, contents(folder), folder)
 

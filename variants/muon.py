@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import ops
+from shardlib.errors import UserError
 from shardlib.types import compute, f32, mesh_shape, named, parse_spec, typechecked
 
 # The layouts of weights that hold matrices. For each, the layout of N matrices as they are stored,
@@ -33,8 +34,12 @@ def of_adamw(kinds: Any) -> Any:
 
 
 def note(kinds: Any) -> str:
-    """Names the weights that AdamW updates, as their layouts aren't in MATRICES."""
-    return f"AdamW updates {', '.join(named(of_adamw(kinds)))}; Muon the rest"
+    """Names the weights that AdamW updates, as their layouts aren't in MATRICES. Raises UserError
+    if these are all."""
+    if len(others := named(of_adamw(kinds))) == len(named(kinds)):
+        problem = "no weight has a layout in MATRICES of variants/muon.py: add those of matrices"
+        raise UserError(f"training.optimizer=muon: {problem}, or choose adamw")
+    return f"AdamW updates {', '.join(others)}; Muon the rest"
 
 
 def update(

@@ -183,11 +183,13 @@ def test_a_run_with_nothing_to_do_is_refused(tmp_path):
 def test_what_has_parts_is_logged_by_their_indices_when_it_is_due(tmp_path):
     with begun(tmp_path, "metrics.norms_interval=3") as run:
         for step in range(STEPS):
-            take(run, step, metrics(load=np.array([[step, 0.5]]), **{"norm/embed": 3}))
+            own = {"grad_norm/embed": 3, "train/right": 4}
+            take(run, step, metrics(load=np.array([[step, 0.5]]), **own))
         run.flush()
-    keys = "load/0/0", "load/0/1", "norm/embed", "load"
+    keys = "load/0/0", "load/0/1", "grad_norm/embed", "load", "train/right"
     actual = [tuple(map(row.get, keys)) for row in rows(tmp_path / "r")]
-    assert actual == [(None,) * 4, (None,) * 4, (2, 0.5, 3, None), (3, 0.5, 3, None)]
+    early = None, None, None, None, 4
+    assert actual == [early, early, (2, 0.5, 3, None, 4), (3, 0.5, 3, None, 4)]
 
 
 def test_a_start_records_edits_that_git_applies(tmp_path, monkeypatch):

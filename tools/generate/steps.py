@@ -54,8 +54,12 @@ def sample(logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: Sampling) -> u32[
     falling, indices = lax.top_k(last, 1 if how.temperature == 0 else last.shape[-1])
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / (how.temperature or 1), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
+    # Where all are kept, `before` may be rounded to 1.
+    kept = (before < how.top_p) | (how.top_p == 1)
+    upto = jnp.cumsum(jnp.where(kept, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
+    # The sum of many zeros may be rounded up.
+    chosen = jnp.minimum(chosen, jnp.maximum(kept.sum(axis=-1, keepdims=True) - 1, 0))
     ids = how.ids.start + jnp.take_along_axis(indices, chosen, axis=-1).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.
     return ops.reduce_max("B/d T/t/c 1 -> B/d 1", ids[:, None])
