@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from runtime.config import ROOT, keys, load, unknown
+from runtime.config import ROOT, flat, keys, load, unknown
 from runtime.errors import user_errors
 from runtime.supervise import STOPS, handled
 from shardlib.errors import UserError
@@ -67,6 +67,11 @@ def program(
             sources = [each.path for each in hydra_config.runtime.config_sources]
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
+        for key in flat(fixed or {}):
+            if f"${{{key}}}" in OmegaConf.to_yaml(composed):
+                raise UserError(
+                    f"a setting is ${{{key}}}, which this program chooses: give a value"
+                )
         merged = OmegaConf.merge(preset or {}, composed, fixed or {})
         return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
 

@@ -62,12 +62,14 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         if missing := {"step", "loss", "tokens_per_second"} - {*run}:
             raise ValueError(f"no row has {' or '.join(sorted(missing))}")
         steps = run["step"].astype(int)
-        if first := steps.min():  # of a clone
+        if first := int(steps.min()):  # of a clone
             said = f"counts the tokens before step {first} in batches of its own size"
             print(f"note: {folder} {said}", file=sys.stderr)
-        starts, start = starts_of_steps(folder, config, steps.max() + 1)
+        starts, start = starts_of_steps(folder, config, first, steps.max() + 1)
         batches = [x["training.tokens.batch"] * x["training.tokens.len"] for x in starts]
         tokens = np.array(batches, int)[start]
+        if config.get("flat_tokens.sequence_packing") is False:
+            print(f"note: the tokens of {folder} include padding", file=sys.stderr)
         run["tokens"] = np.cumsum(tokens)[steps]
         run["seconds"] = (tokens[steps] / run["tokens_per_second"]).cumsum()
         for key, last in config.items():  # a resumed run may have had several values
@@ -80,16 +82,18 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
 
 
 def starts_of_steps(
-    folder: pathlib.Path, config: dict[str, Any], steps: int
+    folder: pathlib.Path, config: dict[str, Any], first: int, steps: int
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Returns the configs of a run's starts, and for each step the index of its start's."""
+    """Returns the configs of a run's starts, and for each step the index of its start's. Before
+    `first` a run has no metrics."""
     file, found = folder / "starts.jsonl", np.zeros(steps, int)
     starts = list[Any]()
     for line in file.read_text().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):  # a full disk has cut it off
             starts.append(json.loads(line))
-    for number, start in enumerate(starts):  # the first also covers steps that a clone skips
-        found[start["first_step"] if number else 0 :] = number
+    for number, start in enumerate(starts):
+        begin = start["first_step"]
+        found[begin if begin > first else 0 :] = number  # also the steps that a clone skips
     return [flat(plain(start["config"])) for start in starts] or [config], found
 
 

@@ -23,6 +23,11 @@ def test_the_report(train_here):
     assert (name, given, error) == ("arguments", predicted, "+0.0%")
 
 
+def test_slices_without_a_topology(train_here):
+    _, message = train_here(*CONFIG, "slices=2", program=compiler.main)
+    assert message == "error: slices=2: only a topology of TPUs has several"
+
+
 def test_a_topology_that_is_unavailable(train_here, monkeypatch):
     """Acts like a machine without libtpu."""
 

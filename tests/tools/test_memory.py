@@ -66,6 +66,14 @@ def test_each_term(case):
     assert list(terms)[:3] == list(memory.ARGUMENTS)
 
 
+@pytest.mark.parametrize("d, t, c, parts", [(8, 1, 1, 1), (2, 2, 2, 2)])
+def test_a_gpus_kernel_has_a_mask_of_its_queries_by_all_keys(d, t, c, parts):
+    settings = f"mesh={{d: {d}, t: {t}, c: {c}}}", f"training.microbatches={parts}"
+    assert held(*settings, chip="h100")["mask of documents"] == 2 * B * L * L // (d * c * parts)
+    without = held(*settings), held(*settings, "model.d_head=136", chip="h100")
+    assert not any("mask of documents" in terms for terms in without), "on TPUs, or plain"
+
+
 @pytest.mark.parametrize(("chip", "each"), [("v5p", 4), ("h100", 4 + 2)])
 def test_logits_are_held_where_they_need_more_than_a_layer(chip, each):
     """On a GPU so is their gradient."""

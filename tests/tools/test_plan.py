@@ -74,6 +74,8 @@ def test_the_head_and_the_configs_own_layout_which_does_not_matter(train_here, m
     def planned(*own):
         return train_here(*start, *own, program=plan.main)
 
+    _, message = planned("training.tokens.batch=${mesh.d}")
+    assert message == "error: a setting is ${mesh.d}, which this program chooses: give a value"
     out, message = planned("training.steps=100000000", "mesh={d: 1, t: 1}")
     assert not message and "\nmesh" not in out
     said = []

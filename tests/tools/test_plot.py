@@ -125,6 +125,19 @@ def test_tokens_count_by_the_batch_of_their_start(tmp_path, drawn):
     assert by_time[1][0] == pytest.approx([1, 1.5, 2, 2.5])
 
 
+def test_a_start_before_a_clone_that_left_no_metrics_does_not_count(tmp_path, drawn, capsys):
+    """It was another attempt, killed before its first checkpoint, with other batches."""
+    run = make_run(tmp_path, "run", 0.1, [4.0, 3.0, 2.0, 1.0])
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[2:]))
+    with (run / "starts.jsonl").open("w") as starts:
+        for step, batch in (0, 256), (2, 4), (3, 2):
+            config = f"training: {{tokens: {{batch: {batch}, len: 8}}}}"
+            print(json.dumps({"first_step": step, "config": config}), file=starts)
+    assert lines_of(drawn(run)[0])[1][0] == [96, 112]
+    assert "counts the tokens before step 2 in batches of its own size" in capsys.readouterr().err
+
+
 def test_a_setting_that_changed_at_a_resume_is_shown_with_all_its_values(tmp_path, drawn):
     """No step of the start with 0.5 is left, and the last start has taken none yet."""
     resumed, other = (make_run(tmp_path, name, 0.3, [4.0, 3.0]) for name in ("resumed", "other"))

@@ -25,6 +25,9 @@ import dataclasses
 import json
 import math
 import pathlib
+from typing import Annotated
+
+from pydantic import Field
 
 import train
 from runtime import chips
@@ -48,7 +51,7 @@ class AuditOptions(Section, key="audit"):
     json: str = ""
     html: str = ""
     against: str = ""
-    least: float = LEAST
+    least: Annotated[float, Field(ge=0, le=1)] = LEAST
     chip: str = ""
     links: dict[str, str] = dataclasses.field(default_factory=dict)
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -92,6 +95,8 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
     times = table(("mesh", "links", *bound_head(chip)), rows)
     head = f"The least time that each resource of {chip.kind} needs for a step, at"
+    if "TPU" in chip.kind and config.mesh.r > 1:
+        end += "\n\nLinks between slices are slower than ici, as which r counts here."
     return f"{head} {peak_rates(chip)}. The longest bounds the step:\n\n{times}{end}"
 
 

@@ -77,7 +77,7 @@ def report(before: Result, after: Result, chip: chips.Chip | None) -> str:
     bounds = [bound(result, chip) if chip else None for result in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)
     found = [_changes(head, unit, old, new) for (head, unit, old), (_, _, new) in pairs]
-    if (earlier_bound := bounds[0]) and (least := bounds[1]):
+    if any(found) and (earlier_bound := bounds[0]) and (least := bounds[1]):
         mfu = f"{earlier_bound.mfu:.0%} before, {least.mfu:.0%} after"
         found.append(f"MFU at most: {mfu}, bound by {least.longest}")
     return "\n\n".join(filter(None, found)) or "no difference"

@@ -15,8 +15,9 @@ The peak is in the backward pass. Memory then holds:
                                 and all results that matmuls and loops recompute (the result may
                                 overwrite a factor); on TPUs, for each choice of an expert, two
                                 inputs and SwiGLU's factors and gradients
+    mask of documents           on GPUs, where attention runs a kernel: queries by keys, in bf16
 
-If the loss needs more than a layer, these replace the last two:
+If the loss needs more than a layer, these replace its arrays and gathered weights:
 
     gathered weights            the unembedding
     logits of a chunk           in f32, and on GPUs also their gradient in the compute dtype, which
@@ -71,6 +72,9 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dic
         unembedding, logits = bytes_of(kinds.embed, whole), bytes_of(f32["B/d L/c V/t"], axes)
         if "TPU" not in kind and config.dtype != "f32":
             logits += bytes_of(compute["B/d L/c V/t"], axes)  # their gradient
+        mask = 0
+        if "TPU" not in kind and any(row.in_kernel for row in costs.products):
+            mask = bytes_of(compute["B/d L/c L"], axes) // parts
         in_groups = 0
         if "TPU" in kind and (experts := config.model.experts):
             inputs, factors = (bytes_of(compute[f"B/d L/c {dim}"], axes) for dim in "MG")
@@ -90,6 +94,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dic
         "gradients": replica + gradient_sums,
         SAVED: sum(row.bytes for row in costs.saved if row.memory == "device"),
         **max(in_layer, in_loss, key=lambda terms: sum(terms.values())),
+        **({"mask of documents": mask} if mask else {}),
     }
 
 

@@ -85,7 +85,8 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     how = f" in {sum(row['times'] for row in sent):,.0f} collectives by ring algorithms"
     count = math.prod(axes.values())
     needed = result["model_flops"] / count
-    of_model = f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half."
+    seen = "counting the scores that causality and a window leave"
+    of_model = f"The model needs {show(needed, 'FLOP')} of that, {seen}."
     if needed > total_of(products):
         more = f"step_flops in configs/sizes.py says {show(needed, 'FLOP')}, which is more"
         of_model = f"{more}: edit it like the model, or each MFU is wrong."

@@ -97,7 +97,8 @@ def main(config: CompileConfig) -> None:
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
-    config.require(config.slices == 1 or name not in gpus.known(), "slices", "GPUs have none")
+    of_tpus = config.topology and name not in gpus.known()
+    config.require(config.slices == 1 or of_tpus, "slices", "only a topology of TPUs has several")
     if config.topology:
         mesh = topology_mesh(config.topology, axes, config.slices)
     else:
@@ -137,7 +138,8 @@ def main(config: CompileConfig) -> None:
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, (a, b) in sizes.items()]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if not chip:
-        print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
+        unknown = f"{kind} isn't in runtime/chips.py: its memory and its speed are unknown"
+        print(f"\n{unknown}. The prediction is for GPUs.")
         return
     verdict = "fits" if peak < usable else "does not fit"
     share = "" if is_tpu else f", the {usable / chip.memory:.0%} that JAX takes"
