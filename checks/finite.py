@@ -9,6 +9,9 @@ from configs.sizes import dimensions
 from data.loader import TokenBatch, random_batch
 from shardlib.types import make_shardings, named
 
+# In one program, which allocates nothing of the array's size.
+finite_square = jax.jit(lambda x: jnp.isfinite(jnp.square(x).sum()))
+
 
 def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: str) -> str:
     """Names a batch's gradients whose norm isn't finite, the batch's origin, and a cure. Recomputes
@@ -17,8 +20,7 @@ def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: s
 
     def bad(batch: Any) -> str:
         grads = named(gradients(weights, batch, config))
-        finite = {name: jnp.isfinite(jnp.square(x).sum()) for name, x in grads.items()}
-        return ", ".join(name for name, x in finite.items() if not x)
+        return ", ".join(name for name, grad in grads.items() if not finite_square(grad))
 
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"

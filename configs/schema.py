@@ -26,18 +26,17 @@ UNUSED = {
     "training.schedule=cosine": ("training.cooldown_",),
     "training.schedule=linear": ("training.cooldown_",),
     "training.schedule=constant": (
-        *("training.cooldown_", "training.cosine_", "training.steps_for_lr"),
+        "training.cooldown_", "training.cosine_", "training.steps_for_lr",
     ),
     "training.validation_interval=0 training.validation_at_start=false": (
-        *("flat_tokens.validation", "hf_dataset.validation_split"),
-        "training.validation_batches",
+        "flat_tokens.validation", "hf_dataset.validation_split", "training.validation_batches",
     ),
     "model.experts=null": ("training.routing.",),
     "model.experts.bias=false": ("training.routing.bias_rate",),
     "hang_timeout_seconds=0.0": ("hang_ends",),
     "checkpoints.keep_last=0": ("checkpoints.keep_every",),
     "paths.clone_from=": ("paths.clone_",),
-}
+}  # fmt: skip
 
 
 def unused(values: dict[str, Any]) -> Iterator[tuple[str, str]]:

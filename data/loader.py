@@ -332,7 +332,8 @@ class Batches(abc.ABC):
         """Yields this host's rows of each of these batches, and the position after it."""
         for ids, is_start, position in self.make(numbers):
             rows = TokenBatch.of(ids, is_start, self.spec.start_token)
-            self.spec.check_vocabulary(f"{self.name} has the id", int(rows.targets.max(initial=0)))
+            largest = max(int(x.max(initial=0)) for x in (rows.inputs, rows.targets))
+            self.spec.check_vocabulary(f"{self.name} has the id", largest)
             yield jax.tree.map(lambda x: x[:, self.order], rows), position
 
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:

@@ -205,8 +205,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
         if both := train.files & data.files:
             raise UserError(f"{min(both)} is in both splits: leave it out of one")
         if data.count and taken > 1.01 * data.count:
-            number, times = f"{data.count:,} rows" + (name and f" of {name}"), taken / data.count
-            key = "training.validation_batches"
-            cure = f"to take none twice, lower {key}"
-            say(f"note: a validation takes the {number} {times:.2f} times: {cure}")
+            there = f"{name or 'the split'} has {data.count:,}, so some come again"
+            cure = "lower training.validation_batches"
+            say(f"note: a validation takes {taken:,} rows, and {there}: {cure}")
     return train, sets

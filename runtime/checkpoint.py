@@ -270,7 +270,7 @@ def no_checkpoint(path: str, key: str = "") -> CheckpointError:
     if "://" not in path and not os.path.exists(path):
         problem = "doesn't exist"
     elif (elsewhere := recorded_path(path)) not in ("", f"{path}/checkpoints"):
-        problem = f"has no checkpoints: by its config.yaml they are in {elsewhere}"
+        problem = f"has no complete checkpoint: by its config.yaml they are in {elsewhere}"
     elif os.path.exists(f"{path}/config.json"):
         problem = "is a Hugging Face folder: import it with tools.huggingface_weights"
     return CheckpointError(f"{key}{path} {problem}")
@@ -281,7 +281,8 @@ def recorded_path(folder: str) -> str:
     with contextlib.suppress(Exception):  # it may not be there, and may hold anything
         with open(f"{folder}/config.yaml") as file:
             settings = flat(plain(file.read()))
-        root, name = settings["checkpoints.root"], settings["paths.model_name"]
+        name = PurePosixPath(settings["paths.model_name"])
+        root = settings["checkpoints.root"].rstrip("/")
         return f"{root}/{name}/checkpoints" if root else f"{folder}/checkpoints"
     return ""
 
@@ -504,10 +505,10 @@ class Checkpoints:
         """Returns this host's position in a streamed dataset from the newest checkpoint. Raises
         CheckpointError if another number of hosts wrote it."""
         positions, hosts = self.newest.metadata["positions"], jax.process_count()
-        if len(positions) != hosts:
+        if len(positions) != hosts and any(positions):
             problem = f"was written by {len(positions)} hosts that share a stream"
             raise CheckpointError(f"{self.newest.path} {problem}; resume with as many, not {hosts}")
-        return positions[jax.process_index()]
+        return positions[jax.process_index()] if any(positions) else None
 
     def check_model(self, prefix: str = "") -> None:
         """Raises CheckpointError if the newest checkpoint, or the part of it whose names start with

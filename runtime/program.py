@@ -62,18 +62,29 @@ def program(
         if (name := hydra_config.job.config_name) == "base":
             raise UserError(f"choose a config with --config-name=NAME: {', '.join(_names(folder))}")
         choices = [f"{group}/{choice}" for group, choice in hydra_config.runtime.choices.items()]
-        ours = [str(x.relative_to(ROOT / folder)) for x in (ROOT / folder).rglob("*.yaml")]
-        for file in (*(f"{each}.yaml" for each in (name, *choices)), *ours):
-            sources = [each.path for each in hydra_config.runtime.config_sources]
+        given = (os.path.realpath(x.path) for x in hydra_config.runtime.config_sources)
+        sources = [*dict.fromkeys(given)]
+        for file in (f"{each}.yaml" for each in (name, "base", *_names(folder), *choices)):
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
-        for key in flat(fixed or {}):
-            if f"${{{key}}}" in OmegaConf.to_yaml(composed):
-                raise UserError(
-                    f"a setting is ${{{key}}}, which this program chooses: give a value"
-                )
-        merged = OmegaConf.merge(preset or {}, composed, fixed or {})
-        return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
+
+        def resolved(fixed: Any) -> dict[str, Any]:
+            merged = OmegaConf.merge(preset or {}, composed, fixed)
+            values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+            return values
+
+        values, others = resolved(fixed or {}), OmegaConf.create(fixed or {})
+        for key, value in flat(others).items():
+            OmegaConf.update(others, key, value + 1)
+        changed = {
+            key: x
+            for key, x in flat(resolved(others)).items()
+            if repr(x) != repr(flat(values)[key])
+        }
+        for key in changed.keys() - flat(others).keys():
+            if not key.startswith("paths."):
+                raise UserError(f"{key} follows what this program chooses: give it a value")
+        return load(schema, values)
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)

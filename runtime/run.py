@@ -347,22 +347,23 @@ def open_folder(
     attempt's: renames them to `metrics.<time>.jsonl`, even if a clone starts at a later step. Keeps
     metrics with damaged lines there, too."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, was = folder / "metrics.jsonl", recorded_path(str(folder))
-    replace(folder / "config.yaml", config.encode())
+    metrics, was, said = folder / "metrics.jsonl", recorded_path(str(folder)), ""
     if metrics.exists():
         other = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
         lines, damaged = rows_before(metrics, saved)
         if not saved:
             metrics.rename(other)
-            earlier = f"renamed the earlier metrics to {other.name}"
-            if was not in ("", recorded_path(str(folder))):
-                earlier += f"; the earlier checkpoints may be in {was}"
-            say(f"no checkpoint to resume from; {earlier}")
+            said = f"no checkpoint to resume from; renamed the earlier metrics to {other.name}"
         elif damaged:
             replace(other, metrics.read_bytes())
-            say(f"warning: left {damaged} damaged lines out of {metrics}; {other.name} has them")
+            said = f"warning: damaged lines left out of {metrics}: {damaged}; {other.name} has them"
         if saved:
             replace(metrics, b"".join(lines))
+    replace(folder / "config.yaml", config.encode())
+    if said and not saved and was not in ("", recorded_path(str(folder))):
+        said += f"; the earlier checkpoints may be in {was}"
+    if said:
+        say(said)
     starts = folder / "starts.jsonl"
     start = json.dumps({"first_step": first_step, "config": config} | origin()) + "\n"
     # As a whole: a full disk could cut off an added line.

@@ -94,6 +94,6 @@ def note_of_schedule(training: Any) -> str:
     until = f"ends at training.steps_for_lr={end}, and the run at training.steps={steps}"
     if training.schedule == "wsd" and steps < end:
         return f"note: the cooldown {until}"
-    if steps > end and not learning_rate(steps, training):
+    if training.learning_rate and steps > end and not learning_rate(steps, training):
         return f"note: the learning rate is 0 at the last steps: its decay {until}"
     return ""

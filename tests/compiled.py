@@ -156,7 +156,7 @@ def unexplained(transfers, program):
 
     rows = [row._replace(axes=tuple(sorted(row.axes))) for row in transfers]
     rows.sort(key=lambda r: r.times - r.at_least)  # pairs exact ones first
-    left = []
+    every, paired, left = [*rows], set(), []
     for collective in sorted(program, key=lambda c: c.merged):
         loose = collective.merged and collective.kind == "all-reduce"
         key = operator.attrgetter("kind", "axes", "elements", *([] if loose else ["phase", "line"]))
@@ -164,15 +164,18 @@ def unexplained(transfers, program):
         same = [r for r in same if r.at_least <= collective.times <= r.times]
         if same:
             rows.remove(same[0])
+            paired.add((collective.kind, collective.axes, collective.elements, collective.phase))
         else:
             left.append(collective)
     gathers = {(c.kind, c.axes, c.elements, c.phase, c.line) for c in program if c.times == 1}
     again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
     known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
+    rows = [r for r in rows if r not in known]
     # Of two equal collectives, either one may be left.
     what = operator.attrgetter("kind", "axes", "elements", "phase")
-    twice = {what(r) for r in transfers if not r.at_least} & {gather[:4] for gather in gathers}
-    rows = [r for r in rows if r not in known and what(r) not in twice]
+    for repeat in (r for r in every if not r.at_least):
+        alike = [r for r in rows if what(r) == what(repeat) and what(r) in paired]
+        rows = [r for r in rows if r not in alike[:1]]
     return rows, left
 
 

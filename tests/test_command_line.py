@@ -282,6 +282,7 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     streamed = name.startswith(("local_stream", "fineweb_edu"))
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
+    assert not [*config.notes()], "a setting without effect"
     named = [name for name in ("v5e", "a100", "h100") if name in text.splitlines()[0].lower()]
     (chip,) = named or [""]
     needed = audit_step(config, None, chips.CHIPS.get(chip))["peak"]

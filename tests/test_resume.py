@@ -3,11 +3,13 @@
 import pathlib
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from data.tokenizer import open_tokenizer
+from runtime.checkpoint import CheckpointError, Checkpoints, newest
 from runtime.run import open_folder
 from tests.files import arrays, name_tokenizer, rows, write_tokens
 from tests.helpers import ROOT, SMALL
@@ -219,9 +221,30 @@ def test_what_is_kept_of_the_metrics(case, here, capsys):
     others = [other.read_text() for other in folder.glob("metrics.*.jsonl")]
     damaged = case in ("a damaged row", "zeros, as a power failure leaves them", "brackets")
     assert others == ([text] if damaged else [])
-    assert ("warning: left 1 damaged lines out of" in capsys.readouterr().out) == damaged
+    assert (".jsonl: 1; metrics." in capsys.readouterr().out) == damaged
     write({"step": 2, "loss": 1.5})
     assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
+
+
+def test_checkpoints_that_are_elsewhere_are_named(tmp_path, capsys):
+    """As by a checkpoints.root that a later start leaves out."""
+    folder, elsewhere = tmp_path / "run", f"{tmp_path}/bucket/run/checkpoints"
+    for root in f"{tmp_path}/bucket", "":
+        settings = f"checkpoints: {{root: '{root}'}}\npaths: {{model_name: run}}\n"
+        open_folder(folder, (), settings, 0, 0)
+        (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+        with pytest.raises(CheckpointError) as refused:
+            newest(str(folder))
+        assert (f"by its config.yaml they are in {elsewhere}" in str(refused.value)) == bool(root)
+    assert f"; the earlier checkpoints may be in {elsewhere}\n" in capsys.readouterr().out
+
+
+def test_only_a_source_with_positions_needs_as_many_hosts():
+    one = SimpleNamespace(path="x", metadata={"positions": [None, None]})
+    assert Checkpoints.position(SimpleNamespace(newest=one)) is None
+    one.metadata["positions"][1] = {"used": 1}
+    with pytest.raises(CheckpointError, match="resume with as many, not 1"):
+        Checkpoints.position(SimpleNamespace(newest=one))
 
 
 def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, monkeypatch):

@@ -9,9 +9,10 @@ import train
 from checks import layout
 from data.loader import TokenBatch
 from runtime import devices
+from shardlib import ops
 from shardlib.mesh import abstract_mesh
-from shardlib.types import Stacked, f32, i32, make_shapes, type_tree, u32
-from tests import compiled
+from shardlib.types import Stacked, f32, i32, make_shapes, type_tree, typed_shard_map, u32
+from tests import compiled, helpers
 from tests.helpers import compose_config, placed_shapes, slow_but_for, small_config
 from tools.audit import memory
 from tools.audit.ledger import ledger
@@ -91,6 +92,20 @@ def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(
     files = *compiled.FILES, "steps.py"
     assert len(actual) > 5 and all(row.line.partition(":")[0] in files for row in actual)
     assert compiled.unexplained(transfers, actual) == ([], [])
+
+
+def test_gathers_of_different_arrays_have_exact_counts():
+    """Compilers merge only those of the same array."""
+
+    @typed_shard_map
+    def gathered(x: f32["N/s M"]) -> f32["N/s M"]:
+        parts = [x, x[:, :1] * x, 2.0 * x, 3.0 * x, x]
+        return sum(ops.all_gather("N/s M -> N M", part)[: len(x)] for part in parts)
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh(helpers.axes(4, 1))):
+        jaxpr = layout.traced(gathered, [make_shapes(f32["N/s M"], {"N": 8, "M": 4})])
+    rows = ledger(jaxpr, helpers.axes(4, 1)).transfers
+    assert [row.at_least for row in rows] == [1, 1, 1, 1, 0]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh, show_axes
 from shardlib.types import make_shapes
 from tools.arguments import NOT_USED
-from tools.audit.memory import ARRAYS, LOGITS, SAVED
+from tools.audit.memory import ARRAYS, LOGITS, MASK, SAVED
 from tools.audit.roofline import Bound, bound, bound_head, peak_rates
 from tools.audit.step import audit_step, check_rates
 from tools.tables import show, table
@@ -127,7 +127,8 @@ def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
     plan may fit. If none may, returns the one with the most of both, or None if the plan has these.
     Estimates that chunks divide the logits, and that microbatches remove the logits and divide the
     other activations."""
-    logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
+    logits = plan.held.get(LOGITS, 0)
+    saved = sum(plan.held.get(name, 0) for name in (SAVED, ARRAYS, MASK))
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # bytes gone, and divided
     for key, (wholly, divided) in shrinks.items():
         parts = operator.attrgetter(key)(plan.config)

@@ -212,8 +212,8 @@ def test_a_validation_that_takes_rows_again_says_so(capsys):
 
     assert said("validation_batches=209") == ""
     assert said("validation_batches=418") == (
-        "note: a validation takes the 1,669 rows 2.00 times: "
-        "to take none twice, lower training.validation_batches\n"
+        "note: a validation takes 3,344 rows, and the split has 1,669, so some come again: "
+        "lower training.validation_batches\n"
     )
 
 

@@ -45,6 +45,14 @@ def test_it_finds_what_trying_everything_finds(capsys):
     assert any(each.config.training.microbatches > 1 for each in plans), "memory is too large"
 
 
+def test_no_more_microbatches_than_needed_divide_the_mask_of_documents():
+    rows = "training.tokens={batch: 4, len: 65536}", "training.loss_chunks=64"
+    given = "pretrain", "paths.model_name=x", "flat_tokens.filespec=x", "model=84m", *rows
+    config = compose_config(*given, "mesh.d=1", schema=plan.PlanConfig)
+    found = plan.lightest(config, {"training.microbatches": 1}, chips.CHIPS["h100"])
+    assert found.config.training.microbatches == 2
+
+
 @pytest.mark.slow
 def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
     experts = "model.experts={count: 4, per_token: 2, d_ff: 8192}", "model.d_ff=0"
@@ -75,7 +83,8 @@ def test_the_head_and_the_configs_own_layout_which_does_not_matter(train_here, m
         return train_here(*start, *own, program=plan.main)
 
     _, message = planned("training.tokens.batch=${mesh.d}")
-    assert message == "error: a setting is ${mesh.d}, which this program chooses: give a value"
+    problem = "follows what this program chooses: give it a value"
+    assert message == f"error: training.tokens.batch {problem}"
     out, message = planned("training.steps=100000000", "mesh={d: 1, t: 1}")
     assert not message and "\nmesh" not in out
     said = []

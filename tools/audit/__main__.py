@@ -96,7 +96,7 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
     times = table(("mesh", "links", *bound_head(chip)), rows)
     head = f"The least time that each resource of {chip.kind} needs for a step, at"
     if "TPU" in chip.kind and config.mesh.r > 1:
-        end += "\n\nLinks between slices are slower than ici, as which r counts here."
+        end += "\n\nHere r counts as ici. Links between slices are slower."
     return f"{head} {peak_rates(chip)}. The longest bounds the step:\n\n{times}{end}"
 
 

@@ -65,27 +65,29 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     """Lists what each device of a mesh with these axes receives, computes and, if there is a
     gradient, saves in a function under `typed_shard_map`, given its jaxpr by `layout.traced`. Where
     TPUs and GPUs run a fused kernel, lists the matmuls of its plain twin."""
-    transfers, products, seen = [], [], set[Any]()
-    for eqn, path, line, (times, at_least), operands in equations(jaxpr):
+    transfers, products = [], []
+    renamed, first = dict[int, int](), dict[Any, Any]()  # variables by identity; collectives
+    for eqn, path, line, runs, _ in equations(jaxpr):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        given = [renamed.get(id(v), id(v)) for v in eqn.invars]
+        if name == "name":
+            renamed[id(eqn.outvars[0])] = given[0]
         over = axes_of(eqn) if name in COLLECTIVES else ()
         if over := tuple(axis for axis in axes if axis in over and axes[axis] > 1):
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)
             size = elements * arrays[0].dtype.itemsize * share_received(kind, n)
-            same = op, over, elements, operands[0].source
-            # Compilers merge one of a tied embedding's two gathers with the other.
-            repeats = same in seen and same[-1] is not None and phase(path) == "forward"
-            seen.add(same)
-            counts = times, 0 if repeats else at_least
-            transfers.append(Transfer(line, op, kind, over, phase(path), *counts, elements, size))
+            # Compilers merge collectives of the same array: a tied embedding's two gathers.
+            same = name, str(eqn.params), *given
+            at_least = runs.at_least if first.setdefault(same, eqn) is eqn else 0
+            row = (line, op, kind, over, phase(path), runs.times, at_least, elements, size)
+            transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
             size, in_kernel = sum(map(nbytes, arrays)), KERNEL in path
-            counts = times, at_least
-            products.append(Product(line, op, phase(path), *counts, flops, size, in_kernel))
+            products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]
     return Ledger(transfers, products, saved, _kernel_bytes(jaxpr))

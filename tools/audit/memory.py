@@ -48,6 +48,7 @@ from tools.audit.ledger import PRODUCTS, Ledger, nbytes
 
 ARGUMENTS = "weights", "moments", "batch"
 SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "logits of a chunk"
+MASK = "mask of documents"
 
 
 def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dict[str, int]:
@@ -94,7 +95,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, kind: str = "") -> dic
         "gradients": replica + gradient_sums,
         SAVED: sum(row.bytes for row in costs.saved if row.memory == "device"),
         **max(in_layer, in_loss, key=lambda terms: sum(terms.values())),
-        **({"mask of documents": mask} if mask else {}),
+        **({MASK: mask} if mask else {}),
     }
 
 

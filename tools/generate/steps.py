@@ -55,7 +55,7 @@ def sample(logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: Sampling) -> u32[
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / (how.temperature or 1), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # Where all are kept, `before` may be rounded to 1.
-    kept = (before < how.top_p) | (how.top_p == 1)
+    kept = ((before < how.top_p) | (how.top_p == 1)) & (probabilities > 0)
     upto = jnp.cumsum(jnp.where(kept, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
     # The sum of many zeros may be rounded up.
