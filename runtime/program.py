@@ -76,13 +76,9 @@ def program(
         values, others = resolved(fixed or {}), OmegaConf.create(fixed or {})
         for key, value in flat(others).items():
             OmegaConf.update(others, key, value + 1)
-        changed = {
-            key: x
-            for key, x in flat(resolved(others)).items()
-            if repr(x) != repr(flat(values)[key])
-        }
-        for key in changed.keys() - flat(others).keys():
-            if not key.startswith("paths."):
+        before, after = flat(values), flat(resolved(others) if fixed else values)
+        for key in before.keys() - flat(others).keys():
+            if repr(before[key]) != repr(after[key]) and not key.startswith("paths."):
                 raise UserError(f"{key} follows what this program chooses: give it a value")
         return load(schema, values)
 
