@@ -121,7 +121,7 @@ class Bins:
 
     @functools.cached_property
     def ended(self) -> bool:
-        """Whether a document ends with the end token, or none is given."""
+        """Tells whether a document ends with the end token, or none is given."""
         blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
         return self.end_token < 0 or any(self.end_token in block for block in blocks)
 

@@ -276,14 +276,17 @@ def no_checkpoint(path: str, key: str = "") -> CheckpointError:
     return CheckpointError(f"{key}{path} {problem}")
 
 
+def path_of(root: str, name: str, folder: str) -> str:
+    """Returns where the checkpoints of a run of this name and folder are."""
+    return f"{root}/{PurePosixPath(name)}/checkpoints" if root else f"{folder}/checkpoints"
+
+
 def recorded_path(folder: str) -> str:
     """Returns where the config.yaml in a run's folder says that its checkpoints are, or ""."""
     with contextlib.suppress(Exception):  # it may not be there, and may hold anything
         with open(f"{folder}/config.yaml") as file:
             settings = flat(plain(file.read()))
-        name = PurePosixPath(settings["paths.model_name"])
-        root = settings["checkpoints.root"].rstrip("/")
-        return f"{root}/{name}/checkpoints" if root else f"{folder}/checkpoints"
+        return path_of(settings["checkpoints.root"], settings["paths.model_name"], folder)
     return ""
 
 
@@ -502,8 +505,8 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     def position(self) -> Any:
-        """Returns this host's position in a streamed dataset from the newest checkpoint. Raises
-        CheckpointError if another number of hosts wrote it."""
+        """Returns this host's position in a streamed dataset from the newest checkpoint, or None if
+        it has none. Raises CheckpointError if another number of hosts wrote positions."""
         positions, hosts = self.newest.metadata["positions"], jax.process_count()
         if len(positions) != hosts and any(positions):
             problem = f"was written by {len(positions)} hosts that share a stream"

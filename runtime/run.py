@@ -32,7 +32,7 @@ import jaxlib
 import numpy as np
 
 from runtime import chips, devices, hlo
-from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig, recorded_path
+from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig, path_of, recorded_path
 from runtime.config import ROOT, Section, as_text, flat, plain, sources
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
@@ -110,8 +110,7 @@ class RunConfig(Section):
     @property
     def checkpoints_path(self) -> str:
         """The folder or bucket that holds the run's checkpoints."""
-        root, name = self.checkpoints.root, pathlib.PurePath(self.paths.model_name).as_posix()
-        return f"{root}/{name}/checkpoints" if root else f"{self.paths.folder}/checkpoints"
+        return path_of(self.checkpoints.root, self.paths.model_name, str(self.paths.folder))
 
 
 axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each

@@ -227,7 +227,7 @@ def test_what_is_kept_of_the_metrics(case, here, capsys):
 
 
 def test_checkpoints_that_are_elsewhere_are_named(tmp_path, capsys):
-    """As by a checkpoints.root that a later start leaves out."""
+    """A later start may leave out checkpoints.root."""
     folder, elsewhere = tmp_path / "run", f"{tmp_path}/bucket/run/checkpoints"
     for root in f"{tmp_path}/bucket", "":
         settings = f"checkpoints: {{root: '{root}'}}\npaths: {{model_name: run}}\n"
