@@ -64,7 +64,7 @@ def test_tensorboard_has_each_row_once(tmp_path, monkeypatch):
         settings = "metrics={to: [tensorboard], norms_interval: 2}"
         with begun(tmp_path, settings, first=first, steps=end) as run:
             for step in range(first, end):
-                take(run, step, metrics(10 * end + step, **{"norm/x": step}))
+                take(run, step, metrics(10 * end + step, **{"grad_norm/x": step}))
             assert run.end() == 0
 
     log(0, 3)
@@ -75,7 +75,7 @@ def test_tensorboard_has_each_row_once(tmp_path, monkeypatch):
     events.Reload()
     logged = timed_rows(tmp_path / "r")
     assert [row["loss"] for row in logged] == [30, 41, 42, 43]
-    assert ["norm/x" in row for row in logged] == [False, True, False, True]
+    assert ["grad_norm/x" in row for row in logged] == [False, True, False, True]
     for name in logged[-1]:
         actual = [(event.step, event.value) for event in events.Scalars(name)]
         wanted = [(row["step"], row[name]) for row in logged if name in row]
