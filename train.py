@@ -9,17 +9,18 @@ Mesh axes, outermost first, that is, over the slowest links first:
     s  shards of a replica: each layer gathers its weights over s where it uses them (FSDP).
     c  context: splits the sequence. Attention gathers keys and values over c.
     t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
-d isn't an axis of its own but stands for r and s together, all data parallelism: it splits the
-batch. A config sets d and t, and r and c where they aren't 1; s is d / r. All large weights are
-stored split over all axes.
+d isn't an axis of its own but stands for r and s together, all data parallelism: B/d is B/s/r. A
+config sets d and t, and r and c where they aren't 1; s is d / r. All large weights are stored split
+over all axes.
 
-Dimensions:
+Dimensions, whose config keys are in configs/sizes.py:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
-into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
+into c parts, each of these into d. So the embedding is stored; a step gathers it over r once, and
+computes with compute["V/t M/c/s"]. "{U:t}" is unreduced over t: each device along t holds a partial
 sum. "[V/t]" is the dimension that ops.index_unreduced indexes. "" is a scalar. compute[...] is an
 array of the config's dtype, bfloat16 or float32. Stacked["layers", Layer] is a Layer whose arrays
 have a first dimension `layers`; Mapped[function, Layer] one whose arrays have the types that
@@ -41,13 +42,17 @@ backward pass, whose collectives follow from the forward ones:
     index_unreduced, attention       nothing          nothing
 
 The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
-adds these up. Several axes of one dimension, as in "M/t/c/s -> M", take one collective. Over an
-axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of the gathered array in a
-gather or a reduce-scatter, and twice the array's in an all-reduce.
+adds these up. (An einsum's operand that is replicated, not gathered, would take an all-reduce.)
+Several axes of one dimension, as in "M/t/c/s -> M", take one collective. Over an axis of size 1
+nothing is sent. Over n devices, each receives (n - 1)/n of the larger array, input or result, in a
+gather or a reduce-scatter, and 2 (n - 1)/n of the array in an all-reduce.
 
 `python -m tools.audit` lists all collectives, with the bytes that a device receives, by phase:
-forward; recomputed, as the backward pass recomputes each layer, and so repeats its gathers;
-backward; and update, outside of jax.grad, such as the gradient norm's.
+    forward
+    recomputed   the backward pass recomputes each layer, and so repeats its gathers
+    backward
+    update       outside of jax.grad: the norm of the gradient, the number of targets
+It counts the FLOPs of all matmuls, recomputed ones and masked scores included.
 
 The batch's fields are "B/d L/c": inputs and targets, loss_mask (false for padding), position (in
 the row) and start (the position at which the target's document starts). See TokenBatch in
@@ -181,7 +186,7 @@ def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute
 def norm_before(
     h: compute["B/d L/c M"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M"]:
-    """Normalizes the input of a sublayer, unless the model has post-norm."""
+    """Gathers the gain and normalizes a sublayer's input, unless the model has post-norm."""
     if config.norms_after:
         return h
     return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
@@ -261,9 +266,9 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # A compiler may put off a layer's weight gradients, and so keep their inputs in memory. With
-    # FSDP (over s and c) and no tensor parallelism (over t), the gradients' reduce-scatters prevent
-    # it; otherwise `in_turn` does, which sends nothing.
+    # In an unrolled loop the compiler may put off a layer's weight gradients, and so keep their
+    # inputs in memory. With FSDP (over s and c) and no tensor parallelism (over t), the gradients'
+    # reduce-scatters prevent this. Otherwise `in_turn` does, which sends nothing.
     fsdp_without_tp = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
@@ -272,13 +277,14 @@ def forward(
     # chunk of the loss would need all of them. The price: each of these devices computes the same
     # norms.
     #
-    # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; on
-    # GPUs and TPUs, and so in the audit, also the softmax's denominators), x after attention, gate
-    # and up. Kept once, not per layer: the values that `block` uses from outside (sin, cos, the
-    # keys' positions) and the embedding lookup's ids. Weights and the batch are arguments of the
-    # step, in memory anyway. The backward pass recomputes the rest: norms, attention's scores, the
-    # product of gate and up, and the gathers of x, k, v and weights. It repeats no reduce-scatter:
-    # the sum that follows each one is saved, as this layer's x or the next one's.
+    # For the backward pass, each layer keeps x, q, k, v, attention's result, x after attention,
+    # gate and up. The attention op saves its result itself and, on GPUs and TPUs and so in the
+    # audit, the softmax's denominators, f32["B/d L/c K/t Q"]. Kept once, not per layer: the values
+    # that `block` uses from outside (sin, cos, the keys' positions) and the embedding lookup's ids.
+    # Weights and the batch are arguments of the step, in memory anyway. The backward pass
+    # recomputes the rest: norms, attention's scores, the product of gate and up, and the gathers of
+    # x, k, v and weights. It repeats no reduce-scatter, because x is saved after each one: after
+    # attention below, after the MLP as the next layer's argument.
     @functools.partial(
         explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_without_tp
     )
@@ -334,9 +340,9 @@ def target_count(batch: TokenBatch) -> f32[""]:
 @typechecked
 def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
     """The final norm's gain and the unembedding, gathered, for `unembed`."""
-    split = weights.embed if weights.unembed is None else weights.unembed
+    weight = weights.embed if weights.unembed is None else weights.unembed
     gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
-    return gain, ops.all_gather("V/t M/c/s -> V/t M", split)
+    return gain, ops.all_gather("V/t M/c/s -> V/t M", weight)
 
 
 @typechecked
@@ -397,8 +403,8 @@ def total_loss(
     unroll = config.layers_at_a_time(platform())  # 1 in the audit, which has no devices
     x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so no logits are kept: only the gradients
-    # of x and, summed over chunks in f32, of the gain and the unembedding. The audit counts the
-    # collectives of these gradients as backward ones.
+    # of x and of the gain and the unembedding, which are summed over chunks in f32 and then rounded
+    # to the weights' dtype. The audit lists the gradients' collectives as backward.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
     if routed:
@@ -698,9 +704,8 @@ def train(
         run.pause()
 
         for step, batch in data.from_step(first, training.steps):
-            if step == first and config.flat_tokens and not config.flat_tokens.sequence_packing:
-                padding = f"{1 - batch.loss_mask.mean():.0%} of the batch is padding"
-                say(f"note: {padding}, which counts in tokens/s and MFU")
+            if step == first and (note := batch.note_of_padding()):
+                say(note)
             with run.step(step, data.waited):
                 state, metrics = step_once(state, batch, hyper_at(step, training))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))

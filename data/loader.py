@@ -155,6 +155,12 @@ class TokenBatch:
             inputs=inputs, targets=targets, loss_mask=there[:, 1:], position=position, start=start
         )
 
+    def note_of_padding(self) -> str:
+        """Returns a line on the share of padding, or ""."""
+        share = 1 - float(self.loss_mask.mean())
+        note = f"note: {share:.1%} of the batch is padding, which counts in tokens/s and MFU"
+        return note if share else ""
+
 
 @typechecked
 def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> TokenBatch:

@@ -157,8 +157,9 @@ def cudnn_attention(
     q: jax.Array, k: jax.Array, v: jax.Array,
     start: jax.Array, position: jax.Array, key_position: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Computes attention with cuDNN, which wants query heads that share a key side by side.
-    activations.py saves the outputs of its forward kernel."""
+    """Computes attention with cuDNN, which wants query heads that share a key side by side, and the
+    mask of documents as an array of rows, queries and keys in the queries' dtype. activations.py
+    saves the outputs of its forward kernel."""
     seen = start[:, None, :, None] <= key_position[:, None, None]
     whole = q.shape[1] == k.shape[1]  # then positions are in order, and cuDNN skips later keys
     if not whole:

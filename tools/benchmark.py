@@ -27,7 +27,7 @@ from checks import preflight
 from data.sources import open_batches
 from runtime import chips
 from runtime.program import program
-from runtime.run import commit, compile_step, make_mesh
+from runtime.run import commit, compile_step, make_mesh, say
 from runtime.schedule import hyper_at
 from shardlib.mesh import show_axes
 from shardlib.types import computing_in
@@ -152,6 +152,8 @@ def main(config: train.Config) -> None:
         state, _ = timed("run a step", step_once(state, batch))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         times = time_steps(step_once, batches, state, jax.block_until_ready)
+        if note := batch.note_of_padding():
+            say(note)
     if jax.process_index() == 0:
         kind, packages = jax.devices()[0].device_kind, ["jax", "jaxlib", "numpy"]
         show(config, kind, parameters, peak_memory(), packages, times, start)

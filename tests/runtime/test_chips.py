@@ -86,6 +86,6 @@ def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, train_here, monkeypatch)
     source = f"flat_tokens={{filespec: {path}, sequence_packing: false}}"
     out, message = train_here(*small_run(tmp_path, "training.steps=2", source))
     assert not message
-    assert "\nnote: 75% of the batch is padding, which counts in tokens/s and MFU\n" in out
+    assert "\nnote: 75.0% of the batch is padding, which counts in tokens/s and MFU\n" in out
     for line in r"^step 1/2 .*, MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
         assert re.search(line, out, re.MULTILINE), out
