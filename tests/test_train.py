@@ -369,9 +369,13 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         others = {"learning_rate": 0.0, "grad_norm": 0.0, "skipped": 0}
         return state, {"loss": Number(batch), **others}
 
+    class Batch(int):
+        def note_of_padding(self):
+            return ""
+
     numbers = SimpleNamespace(
         waited=0.0, position=None, bytes_per_token=None, epochs=lambda _: "",
-        from_step=lambda *ends: zip(range(*ends), range(*ends), strict=True),
+        from_step=lambda *ends: ((n, Batch(n)) for n in range(*ends)),
     )  # fmt: skip
     monkeypatch.setattr(Run, "compile", lambda *_: step_once)
     monkeypatch.setattr(train, "validate", lambda *_: events.append("validate") or 0.0)
