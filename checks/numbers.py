@@ -55,9 +55,7 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
     primes = iter(PRIMES[1:])
     split = sorted((name for name in sizes if name in units), key=lambda name: -units[name])
     small = {name: min(size, 8) for name, size in sizes.items()}
-    return small | {
-        name: math.lcm(units[name], groups.get(name, 1)) * next(primes) for name in split
-    }
+    return small | {x: math.lcm(units[x], groups.get(x, 1)) * next(primes) for x in split}
 
 
 def stirred(tree: Any) -> Any:

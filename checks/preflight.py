@@ -20,7 +20,6 @@ import os
 import pathlib
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,6 +29,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from checks import layout, numbers, trials
 from checks.blame import explain
@@ -39,6 +39,7 @@ from configs.sizes import DIMENSIONS, dimensions
 from runtime.config import sources
 from runtime.devices import QUICK_COMPILES, have_cpu_devices, make_mesh
 from runtime.run import SECONDS_BETWEEN_LINES, replace, say
+from runtime.source import LIBRARIES
 from runtime.supervise import STOPS, handled, of_all_hosts
 from shardlib.errors import ShardTypeError, UserError
 from shardlib.mesh import abstract_mesh, show_axes
@@ -119,9 +120,7 @@ def resized(
 # --- Types ----------------------------------------------------------------------------------------
 
 
-def trace_step(
-    program: Any, config: Any, mesh: jax.sharding.AbstractMesh, function: Any = None
-) -> Any:
+def trace_step(program: Any, config: Any, mesh: AbstractMesh, function: Any = None) -> Any:
     """The jaxpr of the training step, or of another function of the program, on a mesh without
     devices. Raises UserError if a dimension doesn't split over the mesh."""
     config = on_any_machine(config)
@@ -144,7 +143,7 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     unused = {axis for axis, size in axes.items() if size == 1} - {*ALWAYS}
     functions = [("the step", None), *trials.beside_the_step(program).items()]
 
-    def trace(function: Any, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
+    def trace(function: Any, mesh: AbstractMesh, sizes: dict[str, int]) -> Any:
         try:
             return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
         except Exception as error:
@@ -317,8 +316,7 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
     `recorded`, computes only the trial of this name, and adds its ops' events."""
     for name, function, arrays, *static in given:
         if recorded in ("", name):
-            with contextlib.ExitStack() as stack:
-                events = stack.enter_context(numbers.recording()) if recorded else []
+            with numbers.recording() if recorded else contextlib.nullcontext() as events:
                 made = by_name(numbers.run(function, arrays, *static))
             yield name, (made, events) if recorded else made
 
@@ -455,10 +453,9 @@ class TinyRuns:
         self.close()
         self.start([self.configs[0], whole], function, whole.mesh.c)
         deadline = time.monotonic() + 300  # callbacks of many devices can block
-        try:
+        made = None
+        with contextlib.suppress(UserError):
             made = self.results(lambda: time.monotonic() > deadline)
-        except UserError:
-            made = None
         if not made:
             return "the first op that differs couldn't be found"
         arrays, events = zip(*(each[function] for each in made), strict=True)
@@ -494,13 +491,12 @@ def source_digest() -> str:
     """A hash of JAX's and Python's versions and of the source: every file of this repository, and
     every imported module that is not an installed package. Ignores modules whose file doesn't
     exist, such as some of PyTorch's."""
-    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
     files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     files |= {*map(str, sources())}
     texts = [
         pathlib.Path(file).read_bytes()
         for file in sorted(files)
-        if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
+        if file.endswith(".py") and not file.startswith(LIBRARIES) and os.path.exists(file)
     ]
     versions = f"{version('jax')} {sys.version}".encode()
     return hashlib.sha256(b"".join([versions, *texts])).hexdigest()

@@ -83,11 +83,10 @@ def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[
 
 def fits(hint: Any, value: Any) -> bool:
     """Returns whether a tree, of arrays or of types, has the structure of the annotation."""
-    try:
-        kinds = type_tree(hint, value)
-    except (TypeError, ValueError):
-        return False
-    return jax.tree.structure(kinds) == jax.tree.structure(value)  # type: ignore[operator,no-any-return]
+    with contextlib.suppress(TypeError, ValueError):
+        kinds: Any = type_tree(hint, value)
+        return bool(jax.tree.structure(kinds) == jax.tree.structure(value))  # type: ignore[operator]
+    return False
 
 
 def of_training(program: Any, config: Any, fresh: Any, state: Any, order: int) -> Iterator[Trial]:

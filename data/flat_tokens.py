@@ -158,11 +158,10 @@ class Named(NamedTuple):
 
 def tokenizer_of(path: str) -> Named | None:
     """Returns the tokenizer that a dataset records, or None if it records none or doesn't exist."""
-    try:
+    with contextlib.suppress(Exception):  # stores raise errors of many types
         made: Any = storage.attributes(path)["conversion"]
         return Named(str(made["settings"]["tokenizer"]), made.get("vocabulary", ""))
-    except Exception:  # stores raise errors of many types
-        return None
+    return None
 
 
 class FlatTokens:

@@ -175,15 +175,14 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
     fsspec.compression.register_compression(kind, opener, suffix, force=True)
 
 
-def open_files(builder: Any, files: Iterable[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def open_files(access: Any, files: Iterable[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields each file's name, and a function that opens it; in place of a zip archive, the files
-    in it."""
+    in it. `access` is a datasets.DownloadConfig."""
     import datasets
     from datasets.utils.file_utils import xopen
 
-    options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
-    manager = datasets.StreamingDownloadManager(download_config=options)
-    opening = functools.partial(xopen, mode="rb", download_config=options)
+    manager = datasets.StreamingDownloadManager(download_config=access)
+    opening = functools.partial(xopen, mode="rb", download_config=access)
 
     def place(name: str) -> tuple[list[str], str]:  # a folder's files come before its folders
         *folders, name = os.path.normpath(name).split("/")

@@ -46,9 +46,7 @@ class DataConfig(Section):
 SOURCES = [x.name for x in dataclasses.fields(DataConfig) if x.name != "other_tokenizer"]
 
 
-def kept_by_import(
-    checkpoint: Checkpoint, lost: Callable[[str], None] = lambda _: None
-) -> str | None:
+def kept_by_import(checkpoint: Checkpoint, lost: Callable[[str], Any] = str) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept an imported model's tokenizer and
     settings, if a checkpoint is that model or was trained from it, in any number of runs. Returns
     None otherwise, or if one of these runs allowed another tokenizer. Calls `lost` with a note if

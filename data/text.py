@@ -40,7 +40,7 @@ UNTAGGED = "bytes of web files"  # that have no ETag
 UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
 # Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
-NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize"
+NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize filters on_bad_files"
 
 
 class Unit(NamedTuple):
@@ -107,10 +107,6 @@ class Source:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("filters", "on_bad_files"):
-            if self.load_dataset.get(name) is not None:
-                cure = "filter the files before you read them here"
-                raise UserError(f"load_dataset.{name} isn't implemented: {cure}")
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
             problem = "doesn't apply: files are streamed, and only their text is read. Leave it out"
             cure = "train_split and validation_split choose splits"
@@ -123,6 +119,14 @@ class Source:
         self.section = self.config.prefix
         # Local paths are relative to it. Without `..`, as `datasets` lists files.
         self.folder = Path(os.path.abspath(Path("" if path in READERS else path, folder)))
+
+    @functools.cached_property
+    def access(self) -> Any:
+        """The datasets.DownloadConfig with which files are opened."""
+        from datasets import DownloadConfig  # takes two seconds
+
+        token, stores = map(self.load_dataset.get, ("token", "storage_options"))
+        return DownloadConfig(token=token, storage_options=stores or {})
 
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Adds a note for files read twice. If the tokenizer loses part of
@@ -147,14 +151,11 @@ class Source:
         """Raises UserError for an entry of `data_files` that matches no file (`datasets` would
         ignore it), is a folder, would match files in the output, or is read as a pattern though a
         file has that name."""
-        from datasets import DownloadConfig
         from datasets.data_files import resolve_pattern, sanitize_patterns
 
         load, output = self.load_dataset, os.path.realpath(self.output)
         if load["path"] not in READERS and not self.folder.is_dir():
             return  # it is on the hub
-        stores = load.get("storage_options") or {}
-        access = DownloadConfig(token=load.get("token"), storage_options=stores)
         for pattern in itertools.chain(*sanitize_patterns(load["data_files"] or "**").values()):
             local, found = "://" not in pattern, list[str]()
             place = os.path.join(self.folder, pattern) if local else pattern
@@ -166,7 +167,7 @@ class Source:
             if local and glob.has_magic(literal):
                 raise UserError(f"{literal} would be read as a pattern: rename it, without *?[]")
             with contextlib.suppress(FileNotFoundError):
-                found = resolve_pattern(place, "", download_config=access)
+                found = resolve_pattern(place, "", download_config=self.access)
             if load["data_files"] and not found:
                 where = f" in {self.folder}" if place != pattern else ""
                 raise UserError(f"{name} matches no file{where}")
@@ -208,7 +209,7 @@ class Source:
                 with open_file() as file:
                     yield from reader(file, self.column, builder.config)
 
-            found = open_files(builder, (name for name, _ in files))
+            found = open_files(self.access, (name for name, _ in files))
             shards = [(name, functools.partial(rows, open_file)) for name, open_file in found]
         except Exception as error:  # the libraries below raise errors of many types
             where = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}: "
@@ -308,12 +309,10 @@ class Source:
         raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
-        from datasets import DownloadConfig, config
+        from datasets import config
         from datasets.utils.file_utils import xopen
 
-        token, stores = map(self.load_dataset.get, ("token", "storage_options"))
-        hub = {"endpoint": config.HF_ENDPOINT, "token": token}
-        access = DownloadConfig(token=token, storage_options=stores or {})
+        hub = {"endpoint": config.HF_ENDPOINT, "token": self.access.token}
         # The folder differs between copies of local files, and between revisions on the hub.
         known, untagged = list[Any](), 0
         for name, tag in files:
@@ -321,7 +320,7 @@ class Source:
             if name.startswith("hf://") or "://" not in name:  # its folder was just listed
                 info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
             elif not tag:
-                with xopen(name, "rb", download_config=access) as file:
+                with xopen(name, "rb", download_config=self.access) as file:
                     untagged += getattr(file, "size", 0) or 0
             known.append((os.path.basename(name), info["size"], info.get("blob_id")))
         found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}

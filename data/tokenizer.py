@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -107,9 +107,9 @@ class Tokenizer:
         ids = np.add(np.frombuffer(b"".join(parts), kind), np.uint16(first))
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
-    @checked
-    def decode(self, ids: UInt32[np.ndarray, " tokens"], without_special: bool = False) -> str:
+    def decode(self, given: Sequence[int] | np.ndarray, without_special: bool = False) -> str:
         """Returns the text of ids of a dataset, with or without the names of special tokens."""
+        ids = np.array(given, np.uint32)
         if self.name == "bytes_utf8":
             return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
         options = {"skip_special_tokens": without_special, "clean_up_tokenization_spaces": False}

@@ -151,10 +151,9 @@ class Checkpoint:
         mark = storage.attributes(f"{self.path}/complete")
         if mark or storage.attributes(self.path).get("write_completed"):
             return True
-        try:
+        with contextlib.suppress(DamageError):
             return bool(self.records())
-        except DamageError:
-            return False
+        return False
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -322,7 +321,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self.path = self.path.rstrip("/")
         self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
-        self.saving: tuple[Checkpoint, Future[str]] | None = None
+        self.saving: tuple[Checkpoint, Future[None]] | None = None
         self.unmarked: Checkpoint | None = None  # written by all hosts
         self.skipped = 0  # updates in a row before the last save
         self.problem = ""  # why the last save failed
@@ -357,10 +356,9 @@ class Checkpoints:
             self.skipped = self.newest.metadata.get("skipped", 0)
         folder = os.path.dirname(self.path)
         if imported := [name for name in storage.names(folder) if re.fullmatch(NAME, name)]:
-            problem = (
-                f"{folder} has an imported model, {imported[0]}, that tools take for this run's"
-            )
-            raise CheckpointError(f"{problem}: move it, or choose another {self.key}")
+            which = f"an imported model, {imported[0]}, that tools take for this run's"
+            cure = f"move it, or choose another {self.key}"
+            raise CheckpointError(f"{folder} has {which}: {cure}")
         self._try_store()
         return source, 0 if prefix else source.newest.step
 
@@ -409,22 +407,18 @@ class Checkpoints:
         target = Checkpoint(f"{self.path}/{step:08d}.{self.start}")
         self.saving = target, self.background.submit(self._write, target, arrays, parts, position)
 
-    def _write(self, target: Checkpoint, arrays: Any, parts: Any, position: Any) -> str:
-        """Writes this host's part of a checkpoint. Returns the first problem, or an empty text."""
+    def _write(self, target: Checkpoint, arrays: Any, parts: Any, position: Any) -> None:
+        """Writes this host's part of a checkpoint. Raises the first error, of any type."""
         host, hosts = jax.process_index(), jax.process_count()
-        try:
-            if host == 0:
-                self._tidy(target)
-                target.create(arrays, self.config, self.skipped)
-            opened, submit = target.writable(arrays), self.threads.submit
-            writes = [submit(storage.write, opened[name], *part) for name, *part in parts]
-            wait(writes)  # for all of them, even if one failed: the next save removes them
-            for write in writes:
-                write.result()
-            target.record(host, hosts, position)
-        except Exception as error:  # stores raise errors of many types
-            return str(error) or repr(error)
-        return ""
+        if host == 0:
+            self._tidy(target)
+            target.create(arrays, self.config, self.skipped)
+        opened, submit = target.writable(arrays), self.threads.submit
+        writes = [submit(storage.write, opened[name], *part) for name, *part in parts]
+        wait(writes)  # for all of them, even if one failed: the next save removes them
+        for write in writes:
+            write.result()
+        target.record(host, hosts, position)
 
     def wait(self) -> None:
         """Blocks until the pending save has ended on all hosts. If one of them couldn't write its
@@ -432,7 +426,9 @@ class Checkpoints:
         if not self.saving:
             return
         (target, written), self.saving = self.saving, None
-        problem = next(filter(None, of_all_hosts(written.result())), "")
+        error = written.exception()
+        own = (str(error) or repr(error)) if error else ""
+        problem = next(filter(None, of_all_hosts(own)), "")
         self.problem = problem and f"{target.path} can't be written: {problem}"
         if not problem:
             self.unmarked = target

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import hydra
+import jax
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -73,9 +74,7 @@ def program(
             values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
             return values
 
-        values, others = resolved(fixed or {}), OmegaConf.create(fixed or {})
-        for key, value in flat(others).items():
-            OmegaConf.update(others, key, value + 1)
+        values, others = resolved(fixed or {}), jax.tree.map(lambda value: value + 1, fixed or {})
         before, after = flat(values), flat(resolved(others) if fixed else values)
         for key in before.keys() - flat(others).keys():
             if repr(before[key]) != repr(after[key]) and not key.startswith("paths."):

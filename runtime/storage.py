@@ -71,28 +71,22 @@ def group(path: str, mode: Any) -> Any:
 def names(path: str) -> list[str]:
     """Returns the names of the entries of a folder or bucket prefix; none if it doesn't exist.
     Raises OSError if the store can't be reached."""
-    with opening(path):
+    with opening(path), contextlib.suppress(FileNotFoundError):
         files, inner = _file_system(path)
-        try:
-            paths = files.ls(inner, detail=False)
-        except FileNotFoundError:
-            return []
-    return [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+        return [name.rstrip("/").rsplit("/", 1)[-1] for name in files.ls(inner, detail=False)]
+    return []
 
 
 def attributes(path: str) -> dict[str, Any]:
     """Returns the attributes of a group, unverified: none if they are missing or don't parse.
     Raises OSError if the store can't be reached."""
-    with opening(path):
+    text = b""
+    with opening(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         files, inner = _file_system(path)
-        try:
-            text = files.cat_file(f"{inner}/zarr.json")
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-    try:
+        text = files.cat_file(f"{inner}/zarr.json")
+    with contextlib.suppress(Exception):  # of many types, as the file may hold anything
         return dict(json.loads(text)["attributes"])
-    except Exception:  # of many types, as the file may hold anything
-        return {}
+    return {}
 
 
 def checksum(attrs: dict[str, Any]) -> int:

@@ -95,9 +95,8 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{file} has {len(ids):,} ids, {index} says {end:,}: {cause}")
     if not whole:  # an early merge_file_ left out the documents of all files but the first
         problem = f"{index} doesn't list the documents of all {count:,} sequences"
-        raise UserError(
-            f"{problem}: end its last document, or convert the files it was merged from"
-        )
+        cure = "end its last document, or convert the files it was merged from"
+        raise UserError(f"{problem}: {cure}")
     return ids, np.unique(places[firsts[firsts < count]] // kind.itemsize)
 
 

@@ -158,14 +158,14 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             prompts = self.cut(prompts, self.room - tokens)
 
             def ended(ids: list[int], stops: list[str] = stops) -> bool:
-                text = self.codec.text(ids)  # a stop string may name a special token
+                text = self.codec.decode(ids)  # a stop string may name a special token
                 return any(stop in text for stop in stops)
 
             with self.model.computing():
                 given = prompts, indices, tokens, self.batch_size, how, ended, self.seed
                 texts = steps.continued(self.model, *given)
                 for i, ids in zip(indices, tqdm(texts, total=len(indices)), strict=True):
-                    answer = self.codec.text(ids, without_special=True)
+                    answer = self.codec.decode(ids, without_special=True)
                     cut = (answer.partition(stop)[0] for stop in stops)
                     results[i] = min(cut, key=len, default=answer)
         return results

@@ -315,7 +315,7 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     codec = Text(save_tokenizer(tmp_path))
     assert codec.ends == (0,) and codec.ids == range(len(codec.slow))
     ids = np.array(codec.encode("the snow man", config))
-    assert codec.text(ids) == codec.text([0, *ids], without_special=True) == "the snow man"
+    assert codec.decode(ids) == codec.decode([0, *ids], without_special=True) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
     inner = models.BPE({"a": 0, "b": 7}, [])
     Tokenizer(inner).save(str(tmp_path / "gaps.json"))

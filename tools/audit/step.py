@@ -17,6 +17,7 @@ from tools.audit.ledger import Product, ledger
 
 DTYPES = {kind.dtype.name: kind.name for kind in (f32, bf16, i32, u32, bool_)}
 Shape = tuple[int, ...]
+Row = dict[str, Any]
 
 
 class Probed(NamedTuple):
@@ -52,9 +53,7 @@ def probe(config: train.Config) -> Probed:
     return Probed(axes, sizes, saved)
 
 
-def audit_step(
-    config: train.Config, probed: Probed | None, chip: chips.Chip | None
-) -> dict[str, Any]:
+def audit_step(config: train.Config, probed: Probed | None, chip: chips.Chip | None) -> Row:
     """Returns the ledger and the predicted memory, ready for JSON. Without `probed`, saved arrays
     have no types. Raises UserError if a dimension doesn't split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
@@ -84,9 +83,7 @@ def audit_step(
     }
 
 
-def _products(
-    config: train.Config, products: Iterable[Product], kind: str
-) -> Iterator[dict[str, Any]]:
+def _products(config: train.Config, products: Iterable[Product], kind: str) -> Iterator[Row]:
     """Yields rows of matmuls, with the shares of their FLOPs and bytes that a kind of chip needs at
     least, as its kernels leave some out."""
     mesh, size = config.mesh, dimensions(config)
@@ -102,11 +99,11 @@ def _products(
         yield row._asdict() | {"flops_share": flops, "bytes_share": moved}
 
 
-def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
+def merged(rows: Iterable[Row], amount: str) -> list[Row]:
     """Merges rows that differ only in how often they run. `total` is `times` times the row's
     `amount`, the key "bytes" or "flops". `bound` is "at most" if a compiler may run the row less
     often, "at least" in a while_loop, which counts as one iteration, else ""."""
-    found: dict[Any, dict[str, Any]] = {}
+    found: dict[Any, Row] = {}
     for row in rows:
         alike = row | {"times": 0, "at_least": 0}
         into = found.setdefault(tuple(alike.items()), alike)

@@ -113,7 +113,7 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
     def show(new: list[int]) -> bool:
         nonlocal shown
         if len(texts) == 1:  # without an incomplete character, which the next ids may change
-            text = codec.text(prompts[0][1:] + new).rstrip("\N{REPLACEMENT CHARACTER}")
+            text = codec.decode(prompts[0][1:] + new).rstrip("\N{REPLACEMENT CHARACTER}")
             print(text[shown:], end="", flush=True)
             shown = max(shown, len(text))
         return False
@@ -125,7 +125,7 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
         if len(texts) > 1:
             line, sample = divmod(number, args.samples)
             print(f"--- prompt {line + 1}, sample {sample + 1}")
-        print(codec.text(prompt[1:] + new)[shown:])  # without the start token
+        print(codec.decode(prompt[1:] + new)[shown:])  # without the start token
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -65,9 +65,6 @@ class Text(Tokenizer):
         named = self.slow is not None and start in self.slow.added_tokens_decoder
         return ids if named and ids[:1] == [start] else [start, *ids]
 
-    def text(self, ids: Sequence[int] | np.ndarray, without_special: bool = False) -> str:
-        return self.decode(np.array(ids, np.uint32), without_special)
-
     def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
         """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
         bytes, a character cut off at either end counts as the three bytes of a replacement
@@ -75,7 +72,7 @@ class Text(Tokenizer):
         if self.slow is None:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
-        return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
+        return sum(len(self.decode(ids, without_special=True).encode()) for ids in documents)
 
 
 def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
