@@ -19,7 +19,7 @@ Dimensions, whose config keys are in configs/sizes.py:
     M  model (residual)       D  size of a head                     l  a chunk of L
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
-into c parts, each of these into d. So the embedding is stored; a step gathers it over r once, and
+into c parts, each of these into d. It is the stored embedding; a step gathers it over r once, and
 computes with compute["V/t M/c/s"]. "{U:t}" is unreduced over t: each device along t holds a partial
 sum. "[V/t]" is the dimension that ops.index_unreduced indexes. "" is a scalar. compute[...] is an
 array of the config's dtype, bfloat16 or float32. Stacked["layers", Layer] is a Layer whose arrays
@@ -36,13 +36,13 @@ backward pass, whose collectives follow from the forward ones:
     psum_scatter                     reduce-scatter   all-gather
     psum                             all-reduce       nothing
     reduce_max                       all-reduce       it has no gradient
-    sum_of_squares(s)                all-reduces      it is used outside of jax.grad
+    sum(s)_of_squares                all-reduces      it is used outside of jax.grad
     broadcast                        nothing          all-reduce
     einsum_unreduced, reduce_sum,
     index_unreduced, attention       nothing          nothing
 
 The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
-adds these up. (An einsum's operand that is replicated, not gathered, would take an all-reduce.)
+adds them up. (The gradient of an einsum's replicated operand would take an all-reduce.)
 Several axes of one dimension, as in "M/t/c/s -> M", take one collective. Over an axis of size 1
 nothing is sent. Over n devices, each receives (n - 1)/n of the larger array, input or result, in a
 gather or a reduce-scatter, and 2 (n - 1)/n of the array in an all-reduce.
@@ -151,8 +151,8 @@ class Weights:
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The weight's type with the dimension that s splits split over r, too. Types that s doesn't
-    split, such as a bias's, stay."""
+    """The weight's type, with r added to the dimension that s splits. Types that s doesn't split,
+    such as a bias's, don't change."""
     dims = (Dim(x.name, (*x.over, "r") if "s" in x.over else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
@@ -271,15 +271,15 @@ def forward(
     # reduce-scatters prevent this. Otherwise `in_turn` does, which sends nothing.
     fsdp_without_tp = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
-    # The residual stream x is split over t, to save memory: a sublayer's all-gather and
-    # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
-    # Megatron's sequence parallelism, where devices along t hold different positions, so that a
-    # chunk of the loss would need all of them. The price: each of these devices computes the same
+    # The residual stream x is split over t: this saves memory and sends no more, as a sublayer's
+    # all-gather and reduce-scatter send as many bytes as one all-reduce. It is split along M, not L
+    # as in Megatron's sequence parallelism, where devices along t hold different positions, so that
+    # a chunk of the loss would need all these devices. The price: devices along t compute the same
     # norms.
     #
     # For the backward pass, each layer keeps x, q, k, v, attention's result, x after attention,
-    # gate and up. The attention op saves its result itself and, on GPUs and TPUs and so in the
-    # audit, the softmax's denominators, f32["B/d L/c K/t Q"]. Kept once, not per layer: the values
+    # gate and up. The attention op saves its result itself and, on GPUs and TPUs, the softmax's log
+    # denominators, f32["B/d L/c K/t Q"], as the audit says. Kept once, not per layer: the values
     # that `block` uses from outside (sin, cos, the keys' positions) and the embedding lookup's ids.
     # Weights and the batch are arguments of the step, in memory anyway. The backward pass
     # recomputes the rest: norms, attention's scores, the product of gate and up, and the gathers of
@@ -438,7 +438,7 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
 
 
 def in_microbatches(batch: Any, config: Config) -> Any:
-    """Splits each device's own rows into microbatches, along a first dimension."""
+    """Splits each device's own rows into microbatches, along a new dimension 0."""
     n = config.training.microbatches
     return jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=n), batch)
 
@@ -635,7 +635,7 @@ def validate(
 
 @typechecked
 def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
-    """Returns the state before step `first`: fresh, `source`'s newest or, at step 0, with only its
+    """Returns the state before step `first`: fresh, or `source`'s newest, at step 0 only its
     weights. Moves `data` to that step. Prints which checkpoint it used."""
     if not source.newest.step:
         return init_state(config)

@@ -3,13 +3,13 @@ training runs, cuDNN with a mask.
 
     python -m benchmarks.attention --config-name=c4_a100x1_84m document=500 spread=1
 
-Attention is that of one microbatch. Documents have `document` tokens, or that many on average, with
-lengths whose logarithms have the standard deviation `spread`. A row is one of:
+Computes one microbatch. Documents have `document` tokens, or that many on average, with lengths
+whose logarithms have the standard deviation `spread`. The rows printed are:
 
-    mask           what training runs: a mask of queries by keys, and no later key
+    mask           as in training: a mask of queries by keys, which sees no later key
     causal         no mask. Exact only if each row is one document; else a bound
-    packed         cuDNN with offsets of documents; with the mask for batches in which a row has
-                   more than `most` documents; 0: as many as the fullest row. No windows
+    packed         cuDNN with offsets of documents or, if a row has more than `most`, the mask.
+                   most=0: as many as the fullest row; 2 with attention=packed. No windows
     tokamax        tokamax's kernels, given each query's first key: pip install tokamax
     tokamax_mask   the same, given the mask of documents
 

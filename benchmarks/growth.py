@@ -6,9 +6,9 @@
   compilation, on 8 simulated devices; against layers, devices and experts. The model is small:
   these times depend on its number of operations.
 - plan: seconds that `tools.plan` takes for Llama 3 8B, and the meshes that it tries.
-- data: seconds to open a dataset, for a host's rows of the first batch and, as when a run resumes,
-  of one in the middle of an epoch, and the tokens that the host reads for 1,000 batches more. No
-  file is that large: reads are replaced by arrays of ones.
+- data: seconds to open a dataset, to read a host's rows of the first batch and, as when a run
+  resumes, of one in the middle of an epoch, and the tokens that the host reads for 1,000 batches
+  more. No file is that large: reads are replaced by arrays of ones.
 - checkpoint: the files and bytes of a checkpoint of Llama 3 8B.
 
 Measures each row once, in a process of its own. Its peak memory includes the imports.

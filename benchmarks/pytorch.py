@@ -79,7 +79,7 @@ def adamw(config: TorchConfig, model: Any) -> Any:
 
 
 def make_step(config: TorchConfig, model: Any) -> Any:
-    """Returns a stateless step for `time_steps`, which returns an event that marks its end."""
+    """Returns a step for `time_steps`. It changes `model`, and returns an event at its end."""
     import torch
 
     device, training, optimizer = model.device.type, config.training, adamw(config, model)

@@ -25,7 +25,7 @@ def explain(error: Exception) -> str:
         if "'NoneType'" in message:
             message += "\n    is it an optional field, declared `X | None`, that is None here?"
         if "jax.lax.pcast(" in message:
-            message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
+            message += "\n    use ops.varying(x, axes), not jax.lax.pcast(x, axes, to='varying')"
         if "LinearizeTracer" in message or "JVPTracer" in message:
             message += (
                 "\n    does `loss` use a value from outside that has a gradient? Pass it through "

@@ -58,10 +58,10 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-# Primitives that shape or cast an array.
+# Primitives that shape or cast arrays, or add up gradients.
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
-    # lax.pcast's primitives, by their names in JAX's versions: over no axis it adds no primitive.
+    # lax.pcast's primitives, as JAX's versions name them. Over no axis, pcast adds none.
     # Before it, convert_element_type casts a weakly typed number.
     *("pvary", "preduced", "convert_element_type"),
     *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),

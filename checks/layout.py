@@ -147,9 +147,9 @@ def _marked(x: jax.Array, _: Spec, what: str) -> jax.Array:
 
 
 def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
-    """The jaxpr of a function, given the shapes of its arrays and its static last arguments,
-    without what nothing uses. Raises ShardTypeError if it asks JAX what it runs on, and JAX's error
-    for a leaked tracer."""
+    """The jaxpr of a function, without unused equations, given its arrays' shapes and its static
+    arguments. Raises ShardTypeError if the function asks JAX about the machine, and JAX's
+    error for a leaked tracer."""
     last = tuple(range(len(shapes), len(shapes) + len(static)))
     with on_any_machine(), ops.watching(_marked):
         made = jax.make_jaxpr(function, static_argnums=last)(*shapes, *static)
@@ -163,7 +163,7 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     return jaxpr
 
 
-# Beginnings of primitives allowed along a dimension that the config's mesh doesn't split, such as
+# Prefixes of primitives allowed along a dimension that the config's mesh doesn't split, for example
 # to look up other positions.
 IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice", "conv_", "reduce_window"
 
@@ -171,12 +171,12 @@ IN_ORDER = "rev", "gather", "dynamic_slice", "dynamic_update_slice", "conv_", "r
 def check(
     jaxpr: Any, axes: dict[str, int], sizes: dict[str, int], unused: Collection[str] = ()
 ) -> None:
-    """Raises ShardTypeError if a jaxpr, traced at the sizes of `probe_mesh`, has outside of ops
+    """Raises ShardTypeError if a jaxpr, traced at the sizes of `probe_mesh`, has an op whose result
+    depends on a part that it neither gathers nor reduces over devices, or, outside of ops,
 
     - a collective, written there, or added by JAX for the gradient of a replicated value that is
       used with a varying one;
-    - an index of a device on the mesh;
-    - an op whose result depends on a part that it neither gathers nor reduces over devices;
+    - a device's index on the mesh;
     - in the forward pass, a reduction, sort, numbering, lookup or scatter along a split
       dimension, or along joined or padded parts; or a constant or random numbers as long as a
       device's part. Dimensions split only over `unused` axes may be reversed, indexed and
@@ -249,8 +249,8 @@ def _parts_in_ops(jaxpr: Any, axes: dict[str, int]) -> Iterator[str]:
             yield f"{at}: {op}: its result depends on a part over {lost}: {cure}"
 
 
-GATHER = "ops.all_gather it before"
-DRAWN = "each device draws the same; draw for the whole, and ops.split the result"
+GATHER = "ops.all_gather it first"
+DRAWN = "each device draws the same numbers; draw the whole array, and ops.split it"
 CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "dot_general": "use ops.einsum_unreduced or, for a norm of weights, ops.sum_of_squares",
@@ -371,12 +371,12 @@ def parting(
     jaxpr: Any, other: Any, numbers: bool = False, entries: bool = False
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
-    None if they agree. Compares ops, and the primitives between them, with what computes their
-    operands, except in the backward pass; with `numbers` also numbers that don't depend on the
-    arguments; with `entries` also the lengths along which the forward pass reduces. Slices, gathers
-    and scatters at fixed indices along a dimension that is split in `jaxpr` but not in `other` must
-    then take the same share, 1/k, of an array's entries: `x[::2]` takes half of a part and of the
-    whole, `x[:4]` doesn't."""
+    None if they agree. Compares the forward pass's ops, and the primitives between ops; outside of
+    the backward pass also what computes these primitives' operands; with `numbers` also numbers
+    that don't depend on the arguments; with `entries` also the lengths along which the forward pass
+    reduces. Slices, gathers and scatters at fixed indices along a dimension that is split in
+    `jaxpr` but not in `other` must then take the same share, 1/k, of an array's entries: `x[::2]`
+    takes half of a part and of the whole, `x[:4]` doesn't."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries

@@ -113,9 +113,9 @@ def difference(one: Any, other: Any, least: float = 0) -> float:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Lists the arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. A
-    part of the tree, as LEAST uses it, is all arrays below one first name, such as weights/ or nu/,
-    or all arrays with only one name."""
+    """Lists the arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. The
+    parts of the tree, for LEAST, are the arrays under each top-level name, such as weights/ or nu/,
+    and all top-level arrays."""
     tops = {name: name.partition("/")[0] if "/" in name else "" for name in one}
     most = {top: max(largest(one[x]) for x in one if tops[x] == top) for top in tops.values()}
     by = {x: difference(other[x], array, LEAST * most[tops[x]]) for x, array in one.items()}

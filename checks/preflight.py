@@ -133,10 +133,10 @@ def trace_step(program: Any, config: Any, mesh: AbstractMesh, function: Any = No
 
 
 def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
-    """Returns the step's jaxprs at probe sizes, on the config's mesh and on one device, and the
-    last two of the program's other functions, with the function. At probe sizes, where no two
-    dimensions have the same length by chance, checks the types of all these. On the mesh and on one
-    device each must have the same operations. Takes a few seconds. Axes in `alone` have one device.
+    """Returns the step's jaxpr at probe sizes; and for the step (None) and each other function, the
+    function and its jaxprs at the config's sizes, on its mesh and on one device. Checks the types
+    at probe sizes, where no two dimensions have the same length by chance, and that both jaxprs
+    have the same operations. Takes seconds. Axes in `alone` have one device at probe sizes.
     Raises ShardTypeError, or whatever an edited step raises while it is traced."""
     axes = config.mesh.axes
     mesh, one_device = abstract_mesh(axes), abstract_mesh(dict.fromkeys(axes, 1))
@@ -190,9 +190,9 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
 
 def untried(program: Any, config: Any, pairs: list[Any]) -> str:
-    """Names the first thing that tiny runs don't test, or returns "": a function that can't be
-    called, or one that calls shard_map itself, a number that depends on the mesh, or a computation
-    that isn't done at tiny sizes. `pairs` is from `probe`."""
+    """Names the first thing that tiny runs don't test: a function that can't be called, or that
+    calls shard_map itself, a number that depends on the mesh, or a computation that isn't done at
+    tiny sizes. Returns "" if there is none. `pairs` is from `probe`."""
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
@@ -228,9 +228,9 @@ def untried(program: Any, config: Any, pairs: list[Any]) -> str:
 
 
 def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[Any], str]:
-    """Returns the jaxprs of `probe`, and "". Raises UserError if the types in the program don't
-    hold. If they do where axes aren't split that neither the config's mesh nor the tiny runs'
-    splits, `noted` accepts that: returns jaxprs where they hold, and a note."""
+    """Returns the jaxprs of `probe`, and "". Raises UserError if the program's types don't hold. If
+    they hold with some axes unsplit, which neither the config's mesh nor the tiny runs split,
+    `noted` accepts that: returns the jaxprs on that mesh, and a note."""
     try:
         return probe(program, config), ""
     except UserError:  # the mesh doesn't fit
@@ -261,8 +261,8 @@ def check_types(program: Any, config: Any, noted: bool = False) -> tuple[list[An
 
 
 def _where_they_hold(program: Any, config: Any) -> tuple[list[str], list[Any]] | None:
-    """Returns axes of size 1 on the config's mesh that have size 1 at probe sizes, too, so that
-    types hold, and the jaxprs of `probe` there. Prefers axes that the tiny runs don't split."""
+    """Returns axes of size 1 on the config's mesh for which size 1 at probe sizes makes types hold,
+    and the jaxprs of `probe` then. Prefers axes that the tiny runs don't split."""
     unsplit = [axis for axis, size in config.mesh.axes.items() if size == 1]
     for alone in [axis for axis in unsplit if axis not in ALWAYS], unsplit:
         with contextlib.suppress(Exception):  # whatever an edited step raises

@@ -27,8 +27,8 @@ Trial = tuple[Any, ...]
 
 
 def beside_the_step(program: Any) -> dict[str, Any]:
-    """The functions under typed_shard_map that the program, variants/ and kernels/ define, by name,
-    with the module's for those of others, without the training step and its gradients."""
+    """The functions under typed_shard_map in the program, variants/ and kernels/, by name, except
+    the training step and its gradients. Outside of the program, a name is `module.name`."""
     found = dict[str, Any]()
     rooms = program.__name__, "variants", "kernels"
     mine = {x for x in types.shard_mapped if x.__module__.partition(".")[0] in rooms}
@@ -53,14 +53,14 @@ def out_of_sight(program: Any) -> list[str]:
 
 
 class NothingFits(LookupError):
-    """No argument fits a parameter of a function, which this names."""
+    """No argument fits the function's parameter of this name."""
 
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
     """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
-    arguments of `training_step`, or their types. Parameters for trees get one of these, or the
-    state's weights or mu; for arrays, their type, for `numbers.made`; for sections, the config, its
-    model or training. Raises NothingFits with the name of such a parameter."""
+    arguments of `training_step`, or their types. A parameter for a tree gets one of these, or the
+    state's weights or mu; for an array, its type, for `numbers.made`; for a section, the config,
+    its model or training. Raises NothingFits with the name of a parameter that nothing fits."""
     hints = typing.get_type_hints(inspect.unwrap(function))
     arrays, static = list[Any](), list[Any]()
     given = *given, given[0].weights, given[0].mu
@@ -101,7 +101,7 @@ def of_training(program: Any, config: Any, fresh: Any, state: Any, order: int) -
     uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
 
     def at(step: int, batch: Any) -> tuple[Any, ...]:
-        # At step 0, whatever else an edited state has is as a run finds it.
+        # At step 0, fields that an edit adds to the state are as in a run.
         there = state if step else dataclasses.replace(fresh, weights=state.weights)
         there = dataclasses.replace(there, step=np.uint32(step), mu=mu, nu=nu)
         hyper = program.hyper_at(step, config.training)

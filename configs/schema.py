@@ -122,7 +122,7 @@ class TrainingConfig(Section, key="training"):
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
         self.require(self.adam_eps + self.adam_eps_root, "adam_eps", "AdamW would divide 0 by 0")
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
-        problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
+        problem = f"wsd needs 1 to training.steps_for_lr={self.steps_for_lr} steps"
         self.require(fits, "cooldown_steps", problem)
 
 

@@ -56,7 +56,7 @@ def mapped(file: str, kind: str) -> np.ndarray:
         kind, begin = HEADERS[magic, version], header.nbytes
     else:
         low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
-        # 32-bit ids are below 2^20, so the upper halves are below 16.
+        # Assumes 32-bit ids below 2^20: their upper halves are below 16.
         other = "uint16" if high >= 16 else kind
         if len(header) == 256:  # a shorter file says too little
             raw = header.view("u1")
@@ -64,7 +64,7 @@ def mapped(file: str, kind: str) -> np.ndarray:
                 other = "uint32"
             if not header[1::2].any():
                 other = "int64"
-            # Of 16-bit ids the upper bytes would be few, or some lower ones large.
+            # 16-bit ids would have few upper bytes, or some large lower bytes.
             if raw.max() < 127 and min(len(np.unique(raw[i::2])) for i in (0, 1)) > 8:
                 other = "uint8 or text"
         cure = f"set flat_tokens.bin_dtype={other}"
@@ -95,7 +95,7 @@ def check_one_split(path: str, files: list[str]) -> None:
 
 class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
-    from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
+    from it as from FlatTokens, with the same attributes.
 
     Raises FlatTokensError for a file that can't be read or is malformed. No file records its
     largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.
@@ -121,7 +121,7 @@ class Bins:
 
     @functools.cached_property
     def ended(self) -> bool:
-        """Tells whether a document ends with the end token, or none is given."""
+        """True if no end token is given, or if a document ends with it."""
         blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
         return self.end_token < 0 or any(self.end_token in block for block in blocks)
 

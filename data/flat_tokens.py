@@ -110,8 +110,8 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     def extend(
         self, tokens: Encoded, lengths: Int64[np.ndarray, " sequences"], text_bytes: int = 0
     ) -> None:
-        """Adds encoded sequences, given end to end, with the length of each, at least 1.
-        `text_bytes`, their texts' size as UTF-8, is given in all calls or in none."""
+        """Adds encoded tokens. `lengths`: how many of them are of each sequence that ends here, 0
+        if all came before. `text_bytes`, the texts' UTF-8 size, is given in all calls or none."""
         self.pending.append((tokens, self.token_count + np.cumsum(lengths)))
         self.token_count += len(tokens)
         self.sequence_count += len(lengths)

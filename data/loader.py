@@ -47,7 +47,7 @@ from runtime.values import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, o
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
-# Paths by the names that metrics get. null, as Hydra lets no run set a section that is {}.
+# Paths by names in metrics. Takes null for {}: Hydra lets no run set a section that is {}.
 NamedPaths = Annotated[dict[Name, Kept], BeforeValidator(lambda given: given or {})]
 
 
@@ -77,7 +77,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
         if split == "validation":
-            # Runs whose training is shuffled otherwise validate on the same rows.
+            # Runs validate on the same rows, however their training is shuffled.
             fixed: Any = {"seed": 0, "streams": 1, "sequences_per_read_block": 64}
             fixed["read_blocks_per_shuffle_buffer"] = max(1, 2**16 // spec.length)  # 4M tokens
             return Mixture(dataclasses.replace(self, **fixed), spec, split)
@@ -291,8 +291,8 @@ class Batches(abc.ABC):
     name = "a batch"  # in messages
     count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
-    # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`. A
-    # stream goes on where it is set to.
+    # JSON, for a checkpoint: of flat tokens `made_of`; of a stream, where it continues after the
+    # last batch. Setting it moves the stream there.
     position: Any = None
     made_of: Any = None  # of flat tokens: what tells each dataset from others, and their tokenizer
     files: frozenset[str] = frozenset()  # of a stream
@@ -462,7 +462,7 @@ class Mixture(Batches):
         there = ([x if "://" in x else os.path.realpath(x) for x in each] for each in files)
         places = (", ".join(each) for each in there)
         for path, times in Counter(places).items():
-            if times > 1:  # shuffled alike, a batch would have its rows several times
+            if times > 1:  # shuffled alike, it would repeat a batch's rows
                 problem = f"{path} is in flat_tokens.mixture {times} times"
                 raise FlatTokensError(f"{problem}: name it once, with the sum of the weights")
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]

@@ -85,9 +85,9 @@ def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
 
 
 def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
-    """Returns the tokenizer that an import kept, or the dataset's if that one has more tokens or
-    there is no other, as the checkpoint records it or, failing that, as the dataset does now.
-    Returns None if there is none."""
+    """Returns the tokenizer that an import kept or, if there is none or the dataset's extends it,
+    the dataset's: as the checkpoint records it or, failing that, as the dataset does now. Returns
+    None if neither is known."""
     found: Named | None = None
     with contextlib.suppress(UserError):
         made = made_of_flat_tokens(checkpoint)

@@ -81,7 +81,7 @@ class TextConfig(Section):
 
 
 def _links(pattern: str) -> list[str]:
-    """Returns links to folders in which a pattern without links would find files."""
+    """Returns links to folders that the pattern would search if they weren't links."""
     base = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
     depth = 99 if "**" in pattern else pattern.count("/") - base.count("/") - 1
     links = list[str]()

@@ -120,12 +120,12 @@ class Tokenizer:
         return Counter(text) - Counter(self.decode(decode(self([text])[0])[0]))
 
     def mistaken(self) -> list[str]:
-        """Lists the special tokens whose names in a text become them. A model's own vocabulary may
-        have them, too, as Unigram's does."""
+        """Lists the special tokens whose names in a text are tokenized as them. A model's own
+        vocabulary may have these names, too, as Unigram's does."""
         added = self.slow.added_tokens_decoder.items() if self.slow else ()
         assert not self.end  # which each text would have
         special = {str(x): i for i, x in added if x.special}
-        with contextlib.suppress(Exception):  # it knows neither a character nor a token for such
+        with contextlib.suppress(Exception):  # it has no token for a character, or for unknown ones
             unknown, *given = (decode(self([x])[0])[0] for x in ("\ue000", *special))
             named = zip(special.items(), given, strict=True)
             return [name for (name, i), ids in named if i in ids and i not in unknown]

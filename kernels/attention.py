@@ -1,8 +1,8 @@
 """Attention, with a fused kernel on some devices and a plain reference implementation, which runs
-everywhere else, on the probe mesh and in the audit.
+everywhere else, as on the probe mesh and in the audit.
 
-Neither sees the mesh. Their type strings describe one device's part: B is this device's rows and K
-its heads.
+Neither sees the mesh. Their type strings describe one device's part: B is its rows and K its
+key-value heads.
 """
 
 import math
@@ -22,7 +22,7 @@ from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
 
 # Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192
-KERNEL = "has_kernel"  # in the path of scopes of equations that TPUs and GPUs replace by a kernel
+KERNEL = "has_kernel"  # a scope around equations that a kernel replaces on TPUs and GPUs
 
 
 def balanced(length: int, parts: int) -> np.ndarray:
@@ -43,8 +43,8 @@ def in_order(x: jax.Array, parts: int) -> jax.Array:
     return rearrange([early, late[:, ::-1]], "two B parts n ... -> B (two parts n) ...")
 
 
-# Set while a row is computed in several steps: takes a layer's keys, values and key positions, and
-# returns them with those of earlier steps, for the queries to attend to. See variants/cache.py.
+# While a row is computed in several steps, a function that takes a layer's keys, values and key
+# positions, and returns all so far, for the queries to attend to. See variants/cache.py.
 recalling = jax.make_user_context(None)
 
 
@@ -93,8 +93,8 @@ def attention(
 
 
 def misfit(length: int, keys: int, queries: int, size: int, dtype: Any) -> str:
-    """Returns why the kernels of TPUs and GPUs can't take a device's `length` queries and `keys`
-    keys of a row, with `queries` query heads of `size` per key-value head, or ""."""
+    """Returns why TPUs' and GPUs' kernels can't take a device's `length` queries and `keys` keys of
+    a row, with `queries` query heads of `size` per key-value head; "" if they can."""
     multiple = 128 if length == keys else 256
     reasons = {
         f"kernels compute in bfloat16, not in {dtype}": dtype != jnp.bfloat16,
@@ -175,11 +175,11 @@ KERNELS = {"tpu": tpu_attention, "gpu": cudnn_attention}  # by platform
 
 
 def share_computed(kind: str, seen: float, parts: int) -> float:
-    """Returns the least share of all scores that a kind of device computes. `seen` is the share
-    that causality and the window leave visible; documents hide more. L is split into `parts`."""
+    """Returns a lower bound on the share of scores that a kind of device computes. `seen` is the
+    share that causality and the window leave visible; documents hide more. L has `parts` parts."""
     if "TPU" in kind:
         return seen
-    return 1 if parts > 1 else 0.5  # cuDNN skips what it knows to be causal, and nothing else
+    return 1 if parts > 1 else 0.5  # cuDNN skips only later keys, if rows are in order
 
 
 def note_of_kernel(sizes: dict[str, int], parts: int) -> str:

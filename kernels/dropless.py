@@ -33,7 +33,7 @@ def experts(
         )
 
     Experts may be split; then each device computes its own, and the result is unreduced.
-    Communicates nothing and saves nothing: the backward pass recomputes. It sorts the choices by
+    Communicates and saves nothing: the backward pass starts over. Sorts (token, expert) choices by
     expert. On TPUs a kernel, which wants a multiple of 8 choices, then multiplies each expert's
     rows by its matrices. Elsewhere it loops over blocks of up to ROWS choices of one expert. The
     number of iterations is fixed, for the most blocks that may occur: all choices may fall on one
@@ -100,8 +100,8 @@ def swiglu(
 
 def grouped(inputs: tuple[jax.Array, ...], grad: jax.Array | None = None) -> Any:
     """Returns the result of `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G],
-    or given its gradient the gradients of all. TPUs need a multiple of 8 choices: with others, and
-    on other devices, `lax.ragged_dot_general` would multiply all rows by all experts."""
+    or, given the result's gradient, the inputs' gradients. On TPUs without a multiple of 8 choices,
+    and on other devices, `lax.ragged_dot_general` would multiply all rows by all experts."""
     x, chosen, score, *weights = inputs
     order, place, load = sorted_by_expert(chosen, len(weights[0]))
     total, token = load.sum(), order // chosen.shape[1]
@@ -145,16 +145,16 @@ class Block(NamedTuple):
 
 
 def blocks(tokens: int, k: int, own: int) -> tuple[int, int]:
-    """Returns how many blocks there can be, if `tokens` choose k experts each and a device has
-    `own` of these, and a block's choices."""
+    """Returns the most blocks there can be, and a block's choices, if `tokens` tokens choose k
+    experts each and a device has `own` experts."""
     most = tokens * min(k, own)  # a token's choices all differ
     size = min(ROWS, math.ceil(most / own))
     return most // size + own, size
 
 
 def least_shares(kind: str, tokens: int, k: int, own: int, experts: int) -> tuple[float, float]:
-    """Returns the least shares of the loop's FLOPs and bytes that a kind of device needs for `own`
-    of the experts, at even loads: TPUs' kernel computes no padding."""
+    """Returns lower bounds on the shares of the loop's FLOPs and bytes that a kind of device needs
+    for its `own` experts, at even loads: TPUs' kernel skips padding."""
     if "TPU" not in kind or tokens * k % 8:
         return 1, 1
     count, size = blocks(tokens, k, own)
@@ -181,9 +181,9 @@ def one(x: jax.Array, w: jax.Array, dim: int) -> jax.Array:
 def over_blocks(
     inputs: tuple[jax.Array, ...], add: Callable[..., Any], start: Callable[[int], Any]
 ) -> tuple[Any, jax.Array]:
-    """Adds up blocks: from `start(rows)` on, `add(totals, block, token, own, operands)` returns the
-    next totals. The operands are those of `swiglu`; their rows belong to the block where `own` is
-    true. Returns the totals, and each choice's place in the order by expert."""
+    """Loops over blocks: `start(rows)` gives the totals, and `add(totals, block, token,
+    own, operands)` the next ones. The operands are for `swiglu`; their rows belong to the block
+    where `own` is true. Returns the totals, and each choice's place in the order by expert."""
     x, chosen, score, *weights = inputs
     order, place, load = sorted_by_expert(chosen, len(weights[0]))
     count, size = blocks(len(chosen), chosen.shape[1], len(load))

@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 
 Scores are computed for a block of queries and a block of keys at a time, and stay on the chip.
-Keys that causality or documents hide from a whole block of queries are left out of its loop. Scores
+Blocks of keys outside of the range that a block of queries sees are left out of its loop. Scores
 are laid out as [keys, queries]: reductions over keys then combine whole registers, and values per
 query lie along a register's lanes.
 
@@ -78,7 +78,7 @@ def _ranges(seen: jax.Array, block: int, keys: int) -> tuple[jax.Array, jax.Arra
 
 
 def _part(length: int, block: int, most: int) -> int:
-    """The largest multiple of the block that divides the length, at most `most` or one block."""
+    """The largest multiple of the block that divides the length, up to max(most, block)."""
     return block * next((n for n in range(most // block, 1, -1) if length // block % n == 0), 1)
 
 

@@ -77,8 +77,8 @@ def chunk_shape(part: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def describe(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Returns the content of each array's zarr.json, except its chunks, for a tree of type `hint`.
-    An attribute is the array's type, such as `bfloat16[V=1280, M=256]`. Needs a mesh in context,
-    which may be abstract."""
+    The attribute `type` is like `bfloat16[V=1280, M=256]`. Needs a mesh in context, which may be
+    abstract."""
     types, result = named(type_tree(hint)), {}
     for name, shape in named(make_shapes(hint, sizes)).items():
         dims, dtype = [dim.name for dim in types[name].spec.dims], shape.dtype
@@ -146,8 +146,8 @@ class Checkpoint:
 
     @property
     def may_be_complete(self) -> bool:
-        """True if it is complete or marked, even if damaged, or of an earlier format, whose mark is
-        `write_completed`. If it is damaged, reading it raises an error that says what is wrong."""
+        """True if all hosts' records are there, or if it is marked, even if damaged; the mark of an
+        earlier format is `write_completed`. Reading a damaged one raises an error that says why."""
         mark = storage.attributes(f"{self.path}/complete")
         if mark or storage.attributes(self.path).get("write_completed"):
             return True
@@ -225,7 +225,7 @@ class Checkpoint:
     ) -> None:
         """Checks that the checkpoint fits `model`, a config's section of that name (or {}), and
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
-        Raises CheckpointError with the first difference and the cure, and `of_model` if the arrays
+        Raises CheckpointError with the first difference and `cure`, plus `of_model` if the arrays
         fit."""
         here = flat({"model": model})
         known = self.settings.get("model") if model else None
@@ -249,10 +249,10 @@ class Checkpoint:
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:
-    """Returns the checkpoints, complete or not, in a folder or bucket, sorted by step and start. A
-    folder without any may be a run's: then those in its folder `checkpoints`. If the path itself
-    names a checkpoint, returns that one, even if it doesn't exist. Raises OSError if the store
-    can't be reached."""
+    """Returns the checkpoints, complete or not, in a folder or bucket, sorted by step and start; if
+    it has none, those in its folder `checkpoints`, as in a run's folder. If the path itself names a
+    checkpoint, returns that one, even if it doesn't exist. Raises OSError if the store can't be
+    reached."""
     path = path.rstrip("/")
     found = storage.names(path)
     if re.fullmatch(NAME, path.rpartition("/")[2]) and "checkpoints" not in found:
@@ -264,7 +264,7 @@ def list_checkpoints(path: str) -> list[Checkpoint]:
 
 
 def no_checkpoint(path: str, key: str = "") -> CheckpointError:
-    """Returns the error that a path, which `key` names, has no complete checkpoint."""
+    """Returns the error for a path without a complete checkpoint. It begins with `key`."""
     problem = "has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
     if "://" not in path and not os.path.exists(path):
         problem = "doesn't exist"
@@ -375,7 +375,7 @@ class Checkpoints:
         with storage.opening(self.path, "used for checkpoints"):
             storage.remove(f"{self.path}/{own}")
             storage.write_group(f"{self.path}/{own}", {"start": self.start})
-            of_all_hosts("")  # has written its own
+            of_all_hosts("")  # each has written
             deadline = time.monotonic() + 30  # a shared file system may show it later
             while (absent := missing()) and time.monotonic() < deadline:
                 time.sleep(1)
@@ -389,8 +389,8 @@ class Checkpoints:
 
     def save(self, step: int, tree: Any, position: Any = None, skipped: int = 0) -> None:
         """Copies the parts of a tree that this host's devices hold, then writes them in a thread.
-        `position` is the host's position in a streamed dataset, as JSON. After `skipped` updates,
-        which may be due to weights that have diverged, the checkpoints before are all kept.
+        `position` is JSON, the host's `Batches.position`. After `skipped` skipped updates, the
+        weights may have diverged, so all earlier checkpoints are kept.
 
         First waits for the previous save, and raises CheckpointError if that failed, like `wait`.
         """
@@ -448,9 +448,9 @@ class Checkpoints:
             raise CheckpointError(f"the last checkpoint is missing: {self.problem}")
 
     def _tidy(self, current: Checkpoint | None = None) -> None:
-        """Marks the last checkpoint. Removes those that the policy doesn't keep, and, except for
-        the current one, incomplete ones, left by failed saves, killed starts and removals. Raises
-        CheckpointError before the current one is written if a later start of the run has begun:
+        """Marks the last checkpoint. Removes those that the policy doesn't keep, and incomplete
+        ones other than `current`, left by failed saves, killed starts and interrupted removals.
+        Before `current` is written, raises CheckpointError if a later start of the run has begun:
         each would remove what the other is writing."""
         last, every = self.policy.keep_last, self.policy.keep_every
         try:

@@ -54,8 +54,8 @@ class Chip(NamedTuple):
         raise UserError(f"{written} in the environment: {cure}")
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """Returns the kind of link that each mesh axis uses. An axis uses the `chosen` one, else
-        the fastest one if it and the axes inside it fit within a group of `near` devices."""
+        """Returns the kind of link that each mesh axis uses: the `chosen` one, else the fastest one
+        if it and the axes inside it fit within a group of `near` devices, else the slowest one."""
         fast, *slow = self.links
         kinds, size, count = {}, 1, math.prod(axes.values())
         for axis in reversed([*axes]):
@@ -91,8 +91,8 @@ def _neighbors(near: float, over: tuple[str, ...], axes: tuple[tuple[str, int], 
 # GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that they quote from
 # Hopper on; nvlink is one direction, half of the quoted sum; ib is one adapter per GPU, 200 or 400
 # Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis. libtpu 0.0.50.1 makes
-# three rings of a gather over all of 4x4x4 v4 or v5p chips, one over 16 of them or over v5e or v6e.
+# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis. libtpu 0.0.50.1 runs a
+# gather over all of 4x4x4 v4 or v5p chips in three rings; over 16, or over v5e or v6e, in one.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
     "a100pcie_40gb": Chip(

@@ -81,8 +81,8 @@ def load(schema: type[C], values: Any) -> C:
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as found:
         errors = found.errors()
-    # Unknown keys first, as one may be a misspelled missing key; then wrong values; of missing
-    # ones, a section before another section's keys.
+    # Unknown keys first, as one may be a misspelled missing key; then wrong values; then missing
+    # keys. In each kind, sections come before keys in one.
     error = min(errors, key=lambda x: (x["type"] != UNKNOWN, x["type"] == "missing", len(x["loc"])))
     names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error["loc"])
     key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")

@@ -26,7 +26,7 @@ QUICK_COMPILES = (
     + (" --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else "")
 )
 
-# JAX would take these from the environment, which would change numbers or stops, or refuse steps.
+# JAX would take these from the environment: numbers or stopping could change, or steps be refused.
 SETTINGS = {
     "check_tracer_leaks": False,
     "default_matmul_precision": None,
@@ -91,7 +91,7 @@ def make_mesh(axes: dict[str, int], trains: bool = False) -> Mesh:
     """A mesh over the first devices. The first axis is the outermost, over the slowest links.
 
     Raises UserError if there are too few devices or, with several hosts, too many, or if JAX fell
-    back to CPUs though it has a GPU plugin or, in a run that `trains`, the machine an accelerator.
+    back to CPUs despite a GPU plugin or, in a run that `trains`, an accelerator in this machine.
     """
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -49,8 +49,8 @@ def _unavailable(jax: Any, problem: str) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
-    memory, of devices that JAX_PLATFORMS names, or of a backend. Any other exception is a bug and
+    """Ends the program with `error: ...` and exit code 1 on a UserError or OSError, or if there is
+    no memory, backend or device that JAX_PLATFORMS names. Any other exception is a bug and
     keeps its traceback. It ends quietly on Ctrl-C, with exit code 130, and if nobody reads its
     output any more, as with `| head -1`. Characters that the terminal's encoding lacks are printed
     as escapes.

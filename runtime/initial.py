@@ -53,7 +53,7 @@ def declared(kinds: Any) -> Any:
         if not isinstance(kind.initial, Initial):
             raise UserError(
                 f"the weight {name} doesn't say how it starts: declare it like "
-                f'{kind.element.name}["...", gain], or import another one from '
+                f'{kind.element.name}["...", gain], or with another value from '
                 'runtime/initial.py, such as matrix("M") or Initial(0.1)'
             )
     return kinds

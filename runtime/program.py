@@ -102,7 +102,7 @@ def program(
                     with tempfile.TemporaryDirectory() as folders:
                         os.environ["SWEEP_FOLDERS"] = folders
                         compose()
-                    # Checked here, as in compose Hydra would print errors.
+                    # Checked here: in `compose` Hydra would print errors.
                     jobs = [(typed(config, of_hydra), of_hydra) for config, of_hydra in composed]
                 except BrokenPipeError:
                     raise
@@ -133,10 +133,10 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
     given = [hydra_config.overrides.task for _, hydra_config in jobs]
     overrides = [[argument.removeprefix("++") for argument in each] for each in given]
-    if names and len({*map(tuple, overrides)}) < max(2, len(jobs)):  # which name its folders
+    if names and len({*map(tuple, overrides)}) < max(2, len(jobs)):  # they name its folders
         cure = "give a setting several values, or start a run instead"
         raise UserError(f"a sweep has several jobs, no two alike: {cure}")
-    # Hydra's own; a config may ask for a sweep.
+    # Hydra's own, but no sweep, which a config may ask for.
     of_hydra = [a for a in jobs[0][1].overrides.hydra if "hydra.mode=" not in a]
     of_hydra.append("hydra.mode=RUN")
     process: subprocess.Popen[bytes] | None = None

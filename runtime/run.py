@@ -234,7 +234,7 @@ def say(text: str) -> None:
 @contextlib.contextmanager
 def reserved(config: RunConfig) -> Iterator[None]:
     """Locks the run's folder against other processes. Raises UserError if one holds it, or if a
-    sink's package isn't installed. JAX caches compiled programs beside the folder unless the
+    sink's package isn't installed. JAX caches compiled programs in root_working_dir unless the
     user has chosen a cache folder; the next start of the same program then skips compiling."""
     for key, value in flat(config.values()).items():
         # A checkpoint's config with such a value would be refused.
@@ -265,14 +265,14 @@ ROUNDING = (
 
 
 def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
-    """Lists the settings with which a checkpoint was written and that now differ, by more than
-    rounding. Their keys start with one of `keys`, by default those of a model, its training, and
+    """Lists a checkpoint's settings that now differ by more than rounding, as the checkpoint has
+    them. Their keys start with one of `keys`, by default those of the model, the training, and
     which checkpoints are kept."""
     keys = keys or ("model.", "training.", "dtype", "checkpoints.keep_")
     before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
 
     def there(x: str, settings: dict[str, Any]) -> str:
-        """The key, or its section's, which has no keys if it is null; "" for other versions'."""
+        """The key or, as a null section has no keys, its section; "" if settings lack both."""
         return next((key for key in (x, x.rpartition(".")[0]) if key in settings), "")
 
     pairs = [(there(x, before), x) for x in {**before, **now} if there(x, now)]
@@ -282,9 +282,9 @@ def trained_with(config: RunConfig, checkpoint: Checkpoint, *keys: str) -> str:
 
 
 def as_begun(config: Any, checkpoint: Checkpoint) -> str:
-    """Returns a resumed run's config for its checkpoints, as YAML. Tools read there where the
-    weights come from, so it keeps the `paths.clone_from` of the run's start, and an
-    `other_tokenizer`."""
+    """Returns the config that a resumed run's checkpoints record, as YAML. Tools learn from it
+    where the weights come from, so it keeps the run's first `paths.clone_from`, and
+    `other_tokenizer` if it was set."""
     before, clone = flat(checkpoint.settings), config.paths.clone_from
     begun = before.get("paths.clone_from") or ""
     if clone not in ("", begun):
@@ -605,7 +605,7 @@ class Run(contextlib.ExitStack):
         """Prints how the run ended, after the last save. Returns the exit code."""
         self.flush()
         done = self.first + len(self.seconds)
-        if unlogged := "".join(of_all_hosts(self.unlogged)):  # all end with 1, not one before all
+        if unlogged := "".join(of_all_hosts(self.unlogged)):  # all hosts end with 1, none earlier
             self._give_sinks()  # a save may have removed old checkpoints, and so made room
             for row in self.loggers[0][1] if self.first_host else []:
                 say(f"not in metrics.jsonl: {json.dumps(row)}")

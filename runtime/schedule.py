@@ -61,7 +61,7 @@ def hyper_at(step: int, training: Any) -> Hyper:
 
 
 def decay_start(training: Any) -> int:
-    """Returns the step after which the learning rate may fall, or the last one."""
+    """Returns the step after which the rate may fall: the last if it is constant."""
     if training.schedule == "constant":
         return int(training.steps)
     stable = training.steps_for_lr - training.cooldown_steps

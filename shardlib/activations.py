@@ -129,7 +129,7 @@ def sum_over_chunks(
         if not all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(others)):
             raise ShardTypeError(
                 "sum_over_chunks: only its first result has a gradient: add a term of the loss to "
-                "the scalar that the function returns, or use the others in lax.stop_gradient"
+                "the scalar that the function returns, or wrap the others in lax.stop_gradient"
             )
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, (shared, x))
         return jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes)

@@ -60,8 +60,8 @@ def scatter(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:
 
 
 def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
-    """`jnp.einsum` with a result dtype, by default the operands'. On CPUs it rounds f32 results of
-    bf16 operands, as XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
+    """`jnp.einsum` with a result dtype, by default the operands'. On CPUs it computes bf16 results
+    in f32 and rounds, as XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
     narrow, (left, *others) = operands[0].dtype, subscripts.replace("->", ",").split(",")
     batch = {*left}.intersection(*others)
     # XLA has no such matmul if the left operand's batch dimensions come after another one.

@@ -7,8 +7,8 @@ Call the ops inside a `typed_shard_map`. While tracing, an op checks its operand
 side of the string, its result against the right side, and that it can do what the string asks; if
 not, it raises ShardTypeError (SpecError if the string can't be parsed). Each op runs under a
 `jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. Ops
-don't work under `vmap`, which JAX lacks for unreduced values. `_unreduced` in a name says that the
-op never adds up over devices: if it sums over a split dimension, its result is unreduced.
+don't work under `vmap`, which JAX lacks for unreduced values. Ops named `_unreduced`, reduce_sum
+and reduce_mean communicate nothing: their sums over split dimensions are unreduced.
 """
 
 import functools
@@ -304,7 +304,7 @@ def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tu
 
 
 def _removed(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
-    """The positions and names of the dimensions that the right side leaves out."""
+    """The positions and Dims of the dimensions that the right side leaves out."""
     (given,), wanted = call.operands, call.result
     out = [i for i, dim in enumerate(given.dims) if dim not in wanted.dims]
     kept = tuple(dim for dim in given.dims if dim in wanted.dims)

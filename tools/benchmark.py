@@ -34,8 +34,8 @@ from shardlib.types import computing_in
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps run first and not timed
-MIN_STEPS, MAX_STEPS = 10, 100  # steps timed: MIN_STEPS, then more until SECONDS have passed
-SECONDS = 30  # or MAX_STEPS
+MIN_STEPS, MAX_STEPS = 10, 100  # bounds on the number of steps timed
+SECONDS = 30  # after which, and MIN_STEPS, timing ends
 
 
 class Times(NamedTuple):

@@ -4,8 +4,8 @@
     python -m tools.bins 'fineweb/*train*.bin' fineweb.zarr/train --end-token 50256
 
 A .bin file gets ids of 16 bits, or of 32 bits if 16 are too few, and no header, like nanoGPT's;
---header writes llm.c's. When writing, --end-token follows each document that doesn't end with it,
-and is nowhere else. When reading, a document starts after each; without one, all files are one.
+--header writes llm.c's. When writing, --end-token is added to documents that don't end with it; it
+may be nowhere else. When reading, a document starts after each; without it, all is one document.
 For Megatron-LM's files, the .idx file beside each says where documents start, and the type of ids.
 """
 

@@ -40,9 +40,9 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 @dataclasses.dataclass
 class ConvertConfig(text.TextConfig):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
-    # Of the documents of train_split, without a validation_split: a dataset needs both splits.
+    # Without a validation_split, validation gets this share of train_split's documents.
     validation_share: Annotated[float, Field(gt=0, lt=1)]
-    # The last document for training, and the last one of validation_split, reach it; null: all.
+    # Training, and also validation_split, ends with the document that reaches this; null: all.
     max_tokens: Annotated[int, Field(ge=1)] | None
     output: Annotated[Path, NOT_EMPTY]
 

@@ -20,7 +20,7 @@ Export takes a checkpoint, or the newest complete one of a folder, and writes it
 whose config.json can express the model. The weights stay float32, bit for bit, unless
 --dtype=bfloat16 rounds them. The tokenizer is the one kept by the import that the run started from,
 or --tokenizer, with the values that tools.huggingface_to_flat_tokens takes. It is refused if it
-begins texts with another id than the model's start token, or with none and has that id for a word.
+begins texts with another id than the model's start token, or with none while that id is a word.
 The ids that end a text are the tokenizer's, and those of a config.json or generation_config.json
 beside it. config.json is written last: a folder without it is unfinished. Memory must hold a file
 of weights (4 GB) plus the layers that a chunk of the checkpoint spans, and both embeddings.
@@ -237,7 +237,7 @@ def described(model: train.ModelConfig, length: int, family: str) -> dict[str, A
     if model.experts:
         del held["intermediate_size"]
         held |= {theirs: getattr(model.experts, ours) for theirs, ours in MIXTURES[family].items()}
-        # Of Qwen3, layers without experts; of OLMoE, a limit of queries, keys and values.
+        # Qwen3's layers without experts; OLMoE's limit on queries, keys and values.
         held |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "clip_qkv": None}
     return {
         **held,
@@ -609,8 +609,8 @@ HOW_TO_START = """\
 
 
 def run_config(model: train.ModelConfig, length: int, output: str) -> dict[str, Any]:
-    """Returns a config that continues the training of an imported model, on 8 devices if that
-    divides its width."""
+    """Returns a config that continues the training of an imported model, on up to 8 devices, which
+    divide its width."""
     tokens = {"batch": 8, "len": min(length, 2048)}
     return {
         "defaults": ["base", "_self_"],

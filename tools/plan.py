@@ -123,10 +123,10 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
 
 
 def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
-    """Returns the layout that adds the fewest loss chunks, or else microbatches, with which the
-    plan may fit. If none may, returns the one with the most of both, or None if the plan has these.
-    Estimates that chunks divide the logits, and that microbatches remove the logits and divide the
-    other activations."""
+    """Returns the layout with the fewest loss chunks or, if no number of them suffices, of
+    microbatches, with which the plan may fit; if none may, the one with the most of both, or None
+    if the plan has these. Assumes that chunks divide the logits, and that microbatches remove the
+    logits and divide the other activations."""
     logits = plan.held.get(LOGITS, 0)
     saved = sum(plan.held.get(name, 0) for name in (SAVED, ARRAYS, MASK))
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # bytes gone, and divided

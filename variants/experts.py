@@ -88,8 +88,8 @@ def mixture(
     config: ExpertsConfig,
 ) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
     """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
-    the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
-    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts without
+    the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Devices along t have
+    different experts, whole, and the same tokens. So each picks the tokens of its experts without
     sending any: only logits and outputs are summed over t. Adds `shared`, the output of an
     expert that all tokens take, if there is one.
 

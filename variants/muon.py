@@ -37,7 +37,7 @@ def note(kinds: Any) -> str:
     """Names the weights that AdamW updates, as their layouts aren't in MATRICES. Raises UserError
     if these are all."""
     if len(others := named(of_adamw(kinds))) == len(named(kinds)):
-        problem = "no weight has a layout in MATRICES of variants/muon.py: add those of matrices"
+        problem = "no weight has a layout in MATRICES of variants/muon.py: add matrix layouts"
         raise UserError(f"training.optimizer=muon: {problem}, or choose adamw")
     return f"AdamW updates {', '.join(others)}; Muon the rest"
 
@@ -98,7 +98,7 @@ def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
 
 def newton_schulz(x: jax.Array) -> jax.Array:
     """Returns matrices with about the same singular vectors and singular values near 1, by five
-    steps of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    Newton-Schulz steps, with the coefficients of Muon's authors."""
     shape, x = x.shape, x.reshape(*x.shape[:2], -1)
     x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
     squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)

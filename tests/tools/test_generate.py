@@ -355,7 +355,7 @@ def test_each_token_is_predicted_once_after_its_row_so_far(in_f32, length, of_on
     ids, starts = data.read(0, 222)
     nats = losses_of_rows(weights, ids, starts, length).sum()
     texts = np.split(ids, np.flatnonzero(starts)[1:])
-    size = len("".join(map(codec.text, texts)).encode())
+    size = len("".join(map(codec.decode, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
         opened = model(config, weights)
         actual = generate.evaluate(opened, codec, data, length, None)

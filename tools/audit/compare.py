@@ -33,7 +33,7 @@ def earlier(against: str, chip: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit[=.]", a)]
-        options += [f"++audit.json={folder}/audit.json", "++audit.against="]  # a config has one
+        options += [f"++audit.json={folder}/audit.json", "++audit.against="]  # a config may set it
         options += [f"++audit.chip={chip}"] * bool(chip)
         # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
         command = [sys.executable, "-P", "-m", "tools.audit", *options]

@@ -9,9 +9,8 @@ reports which communication overlaps with compute; for TPUs it estimates the tim
     topology=KIND:SHAPE    the devices to compile for; without it, the local ones
     slices=COUNT           TPU slices of that topology, over which r splits the devices
 
-Compiling for a topology needs no such chips. GPUs of a host, or of several (4x8: 4 hosts of 8),
-need requirements-gpu-compile.txt; slices of TPUs need requirements-tpu.txt. It may take some
-minutes.
+Compiling for a topology needs no such chips, but may take some minutes. GPUs, of one host or
+several (4x8: 4 hosts of 8), need requirements-gpu-compile.txt; TPUs need requirements-tpu.txt.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Estimates how long a step takes on TPUs, from the estimates in its compiled program.
 
-The TPU's compiler notes for its scheduler how many cycles each instruction takes. Their sum, times
+For its scheduler, the TPU's compiler writes down the cycles of each instruction. Their sum, times
 the trip counts of the loops around them, is the pessimistic figure. In the optimistic one, an
 instruction takes no longer than its FLOPs and bytes do at the chip's peak rates.
 """
@@ -172,7 +172,7 @@ def estimate(
             arrays = ARRAY.finditer(" ".join([call.shape, *(s for s in read if s[0] != "(")]))
             moved = sum(size(a[0])[1] for a in arrays if "S(" not in a[0])  # S: not in HBM
             least = min(most, times * max(flops / chip.flops, moved / chip.bandwidth))
-        # A fusion without a line of its own gets that of its last instruction with a line.
+        # A fusion without a line of its own gets the last line among its instructions.
         at, name = call.op, call.find(r'op_name="([^"]*)"')
         for each in (call, *(i for i, _ in reversed(fused))):
             if line := source_line(traces[each.find(r"stack_frame_id=(\d+)") or "0"]):

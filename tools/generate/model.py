@@ -102,7 +102,7 @@ class Model:
     def __init__(self, path: str, d: int = 1, t: int = 1, dtype: str | None = None):
         with contextlib.suppress(RuntimeError):  # JAX already has its devices
             have_cpu_devices(d * t)
-        # Devices along d are replicas: each holds whole weights, so generating gathers none.
+        # Devices along d are replicas, so that generating gathers no weights over d.
         self.mesh = make_mesh(MeshConfig(d, t, r=d).axes)
         with jax.set_mesh(self.mesh):
             self.checkpoints, self.config = open_checkpoint(path)
