@@ -298,15 +298,15 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     return made
 
 
-def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
+def tried(program: Any, config: Any, parts: int = 0) -> list[trials.Trial]:
     """Lists the trials for the mesh in context. Rows are in the order of a mesh that splits them
-    into `order` parts."""
-    order, config = order or config.mesh.c, on_any_machine(config)
+    into `parts` parts."""
+    parts, config = parts or config.mesh.c, on_any_machine(config)
     state = program.init_state(config)
     stirred = numbers.stirred(state)
     found: list[trials.Trial] = [("init_state", lambda: state, ())]
-    found += trials.of_training(program, config, jax.device_get(state), stirred, order)
-    if order == 1:  # generation doesn't split rows
+    found += trials.of_training(program, config, jax.device_get(state), stirred, parts)
+    if parts == 1:  # generation doesn't split rows
         found += trials.of_generation(program, config, stirred.weights)
     return found
 
@@ -322,7 +322,7 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
 
 
 def run_tiny(
-    sender: Any, folder: str | None, program: str, config: Any, recorded: str, order: int
+    sender: Any, folder: str | None, program: str, config: Any, recorded: str, parts: int
 ) -> None:
     """Sends the results by name, or an error message. Runs in a process of its own, whose only
     devices are the mesh's CPUs."""
@@ -337,7 +337,7 @@ def run_tiny(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with jax.set_mesh(mesh), computing_in(config.dtype), layout.on_any_machine():
         try:
-            found = tried(importlib.import_module(program), config, order)
+            found = tried(importlib.import_module(program), config, parts)
             sender.send(dict(results(found, recorded)))
         except Exception as error:  # any error of JAX or Python in an edited step
             sender.send(explain(error))
@@ -364,14 +364,14 @@ class TinyRuns:
         self.learned = [name for name, kind in kinds.items() if kind.initial.learned]
         self.start(configs)
 
-    def start(self, configs: list[Any], recorded: str = "", order: int = 0) -> None:
+    def start(self, configs: list[Any], recorded: str = "", parts: int = 0) -> None:
         self.configs, self.running = configs, {}
         spawn = multiprocessing.get_context("spawn")
         # Signals are for the program alone, which then ends these processes.
         with handled(STOPS, signal.SIG_IGN):
             for seed, config in enumerate(configs):
                 receiver, sender = spawn.Pipe(duplex=False)
-                work = sender, cache_folder(), self.program, config, recorded, order
+                work = sender, cache_folder(), self.program, config, recorded, parts
                 process = spawn.Process(target=run_tiny, args=work, daemon=True)
                 with mock.patch.dict(os.environ, dict.fromkeys(OF_A_HOST, str(seed + 1))):
                     process.start()

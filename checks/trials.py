@@ -89,14 +89,14 @@ def fits(hint: Any, value: Any) -> bool:
     return False
 
 
-def of_training(program: Any, config: Any, fresh: Any, state: Any, order: int) -> Iterator[Trial]:
-    """Yields trials of the functions that a run calls, given a fresh and a stirred state. `order`
+def of_training(program: Any, config: Any, fresh: Any, state: Any, parts: int) -> Iterator[Trial]:
+    """Yields trials of the functions that a run calls, given a fresh and a stirred state. `parts`
     is `random_batch`'s."""
     # Larger moments would drown the gradients. Without a full rank, Muon would magnify rounding.
     random = np.random.default_rng(0)
     mu = jax.tree.map(lambda x: 1e-3 * random.standard_normal(x.shape, np.float32), state.mu)
     nu = jax.tree.map(lambda x: x * np.float32(1e-4), state.nu)
-    batch = random_batch(sizes := dimensions(config), config.model.start_token, order)
+    batch = random_batch(sizes := dimensions(config), config.model.start_token, parts)
     few = batch.loss_mask * (np.arange(len(batch.loss_mask)) * 2 < len(batch.loss_mask))[:, None]
     uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
 

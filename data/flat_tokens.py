@@ -149,18 +149,18 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             self.group.update_attributes(known | {"max_token_id": self.max_token_id})
 
 
-class Named(NamedTuple):
+class TokenizerId(NamedTuple):
     """A tokenizer, as a dataset or a checkpoint records it."""
 
     name: str
     vocabulary: str = ""  # its `Tokenizer.vocabulary` then; "" if it isn't known
 
 
-def tokenizer_of(path: str) -> Named | None:
+def tokenizer_of(path: str) -> TokenizerId | None:
     """Returns the tokenizer that a dataset records, or None if it records none or doesn't exist."""
     with contextlib.suppress(Exception):  # stores raise errors of many types
         made: Any = storage.attributes(path)["conversion"]
-        return Named(str(made["settings"]["tokenizer"]), made.get("vocabulary", ""))
+        return TokenizerId(str(made["settings"]["tokenizer"]), made.get("vocabulary", ""))
     return None
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from data import text
-from data.flat_tokens import FILL, Named, decode
+from data.flat_tokens import FILL, TokenizerId, decode
 from data.formats import counted
 from data.loader import SAME_FILES, Batches, BatchSpec, rows_of
 from data.tokenizer import open_tokenizer
@@ -36,8 +36,9 @@ class HuggingFaceConfig(text.TextConfig, key="hf_dataset"):
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
-    def tokenizer_used(self, remote: bool = False) -> Named:
-        return Named(self.tokenizer, open_tokenizer(self.tokenizer).vocabulary if remote else "")
+    def tokenizer_used(self, remote: bool = False) -> TokenizerId:
+        vocabulary = open_tokenizer(self.tokenizer).vocabulary if remote else ""
+        return TokenizerId(self.tokenizer, vocabulary)
 
 
 class StreamLoader(Batches):

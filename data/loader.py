@@ -36,7 +36,7 @@ from pydantic import BeforeValidator, Field
 
 from data import flat_tokens
 from data.bins import Bins, bin_files, check_end_token
-from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, tokenizer_of
+from data.flat_tokens import FILL, FlatTokens, FlatTokensError, TokenizerId, checked, tokenizer_of
 from data.text import ahead
 from data.tokenizer import difference
 from kernels.attention import balanced
@@ -113,7 +113,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         """The datasets to train on."""
         return self.mixture or (WeightedDataset(self.filespec or "", 1),)
 
-    def tokenizer_used(self, remote: bool = False) -> Named | None:
+    def tokenizer_used(self, remote: bool = False) -> TokenizerId | None:
         """Returns the first tokenizer that a dataset records, if any. Opens remote datasets only if
         `remote`, as the config may come from somebody else's checkpoint."""
         paths = [x.filespec for x in self.datasets if remote or "://" not in x.filespec]
@@ -163,10 +163,10 @@ class TokenBatch:
 
 
 @typechecked
-def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> TokenBatch:
+def random_batch(sizes: Mapping[str, int], start_token: int, parts: int) -> TokenBatch:
     """Returns a batch with these sizes of B, L and V, as NumPy arrays, on which the checks try a
     step. Rows have documents of one token or more, shorter ones in later rows, and end in padding.
-    Their positions are in the order of a mesh that splits rows into `order` parts."""
+    Their positions are in the order of a mesh that splits rows into `parts` parts."""
     random, rows, length = np.random.default_rng(0), sizes["B"], sizes["L"]
     ids = random.integers(0, sizes["V"], (rows, length + 1))
     often = (np.arange(rows) / rows)[:, None] ** 3  # how often a document starts, by row
@@ -175,7 +175,7 @@ def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> Toke
     ends = random.integers(1, length + 1, (rows, 1))
     ids = np.where(np.arange(length + 1) > ends, flat_tokens.NO_TOKEN, ids).astype(np.uint32)
     batch = TokenBatch.of(ids, is_start, start_token)
-    return jax.tree.map(lambda x: x[:, balanced(length, order)], batch)
+    return jax.tree.map(lambda x: x[:, balanced(length, parts)], batch)
 
 
 @checked
@@ -452,7 +452,7 @@ class Mixture(Batches):
         paths = *(x.filespec for x in config.datasets), *config.validation.values()
         recorded = {*filter(None, map(tokenizer_of, paths))}
         # One whose vocabulary is known comes first: the others are compared with it.
-        first, *others = sorted(recorded, key=lambda x: (not x.vocabulary, x)) or [Named("")]
+        first, *others = sorted(recorded, key=lambda x: (not x.vocabulary, x)) or [TokenizerId("")]
         for other in others:
             if problem := difference(first, other):
                 both = f"{first.name} and {other.name}: {problem}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from data.flat_tokens import Named
+from data.flat_tokens import TokenizerId
 from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
 from data.tokenizer import difference, extends, open_tokenizer, problem_of_start
@@ -84,16 +84,16 @@ def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
     return position if isinstance(position, dict) and "tokens" in position else {}
 
 
-def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
+def tokenizer_of_model(checkpoint: Checkpoint) -> TokenizerId | None:
     """Returns the tokenizer that an import kept or, if there is none or the dataset's extends it,
     the dataset's: as the checkpoint records it or, failing that, as the dataset does now. Returns
     None if neither is known."""
-    found: Named | None = None
+    found: TokenizerId | None = None
     with contextlib.suppress(UserError):
         made = made_of_flat_tokens(checkpoint)
         name = made.get("tokenizer")
         if name and (os.path.exists(name) or not os.path.isabs(name)):
-            found = Named(str(name), made.get("vocabulary", ""))
+            found = TokenizerId(str(name), made.get("vocabulary", ""))
         else:
             data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
             found = data.source().tokenizer_used()
@@ -102,11 +102,11 @@ def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
                 found = found._replace(vocabulary=position.get("vocabulary", ""))
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         local = found and os.path.exists(found.name)
-        return found if found and local and extends(found, Named(kept)) else Named(kept)
+        return found if found and local and extends(found, TokenizerId(kept)) else TokenizerId(kept)
     return found
 
 
-def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) -> None:
+def check_same_tokenizer(checkpoint: Checkpoint, used: TokenizerId | None, cure: str) -> None:
     """Raises UserError if the tokenizer `used` for a dataset differs from the one of a checkpoint's
     model. `cure` is the setting that allows it."""
     ours = tokenizer_of_model(checkpoint)

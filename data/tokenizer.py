@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from data.flat_tokens import Named, checked, decode, encode
+from data.flat_tokens import TokenizerId, checked, decode, encode
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -161,7 +161,7 @@ class Tokenizer:
                 found[-1] = decode(self([text])[0])[0].tolist()
         return found
 
-    def check_unchanged(self, named: Named) -> Self:
+    def check_unchanged(self, named: TokenizerId) -> Self:
         """Returns itself. Raises UserError if it has changed since it was recorded."""
         if named.vocabulary and not same_vocabulary(named.vocabulary, self.vocabulary):
             problem = f"the tokenizer {self.name} has changed since the data was tokenized with it"
@@ -195,7 +195,7 @@ class Tokenizer:
 open_tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 
-def difference(one: Named, other: Named) -> str:
+def difference(one: TokenizerId, other: TokenizerId) -> str:
     """Says how two tokenizers differ, or returns "" if each id that is ordinary text in both is the
     same text, and both split texts of these alike. Two names also differ if either tokenizer can't
     be opened."""
@@ -219,7 +219,7 @@ def difference(one: Named, other: Named) -> str:
     return ""
 
 
-def extends(one: Named, other: Named) -> bool:
+def extends(one: TokenizerId, other: TokenizerId) -> bool:
     """Returns whether a tokenizer has all of another's tokens, and more. False if it has changed or
     can't be opened."""
     with contextlib.suppress(UserError):

@@ -17,7 +17,7 @@ from shardlib.mesh import show_axes
 
 CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 ACCELERATORS = "/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*"  # the last two: TPUs
-ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
+OLDEST_ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA_FLAGS for CPU programs that take longer to optimize than to run.
 QUICK_COMPILES = (
@@ -103,8 +103,8 @@ def make_mesh(axes: dict[str, int], trains: bool = False) -> Mesh:
             problem = "this machine has an accelerator, but JAX found none"
             cure = "install requirements-gpu.txt or -tpu.txt, or end the process that holds it"
         raise UserError(f"{problem}; {cure}. JAX_PLATFORMS=cpu in the environment uses the CPU")
-    if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:
-        wanted = ".".join(map(str, ON_GPUS))
+    if jax.default_backend() == "gpu" and jax.__version_info__ < OLDEST_ON_GPUS:
+        wanted = ".".join(map(str, OLDEST_ON_GPUS))
         raise UserError(f"jax {jax.__version__} is too old for GPUs: install {wanted} or newer")
     if jax.process_count() > 1 and needed < count:
         raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data.bins import HEADERS, Bins, bin_files, check_end_token
-from data.flat_tokens import SPLITS, FlatTokens, Named, decode, tokenizer_of
+from data.flat_tokens import SPLITS, FlatTokens, TokenizerId, decode, tokenizer_of
 from data.formats import counted
 from data.tokenizer import Tokenizer, open_tokenizer
 from runtime.config import within
@@ -75,7 +75,7 @@ def main() -> None:
                 bounds, largest = dataset.validate()
                 print(describe(dataset, np.diff(bounds), largest))
                 if args.decode:
-                    given = args.tokenizer and Named(args.tokenizer)
+                    given = args.tokenizer and TokenizerId(args.tokenizer)
                     if not (named := given or tokenizer_of(args.path)):
                         parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
                     decoder = open_tokenizer(named.name).check_unchanged(named)

@@ -68,7 +68,7 @@ def for_validation(first: int, count: int, share: float) -> np.ndarray:
     return numbers * np.uint64(GOLDEN_RATIO) < share * 2**64  # modulo 2**64
 
 
-def unsigned(x: Any) -> Any:
+def without_signature(x: Any) -> Any:
     """Returns a setting; a URL without its query, which may have a signature."""
     return re.sub(r"^(https?://[^?]*)\?.*", r"\1", x) if isinstance(x, str) else x
 
@@ -82,14 +82,14 @@ class Conversion:
         settings = {k: v for k, v in config.values().items() if k != "output"}
         # A dataset may be published: without secrets, and signatures in URLs.
         load = {x: y for x, y in settings["load_dataset"].items() if x not in SECRETS}
-        settings["load_dataset"] = jax.tree.map(unsigned, load)
+        settings["load_dataset"] = jax.tree.map(without_signature, load)
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         vocabulary = open_tokenizer(config.tokenizer).vocabulary
         self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}
         saved: Any = storage.attributes(config.output).get("conversion", {})
         if "positions" not in saved:
             saved = {}
-        for key, before in jax.tree.map(unsigned, saved.get("settings", {})).items():
+        for key, before in jax.tree.map(without_signature, saved.get("settings", {})).items():
             went_on = key == "skip_not_text" and not before  # it may have ended at such a row
             if before != settings.get(key) and not went_on:
                 with_what = f"with {key}={before}, not {settings.get(key)}"

@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 import train
 from configs.schema import TokensConfig
-from data.flat_tokens import Named
+from data.flat_tokens import TokenizerId
 from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
 from data.tokenizer import difference, problem_of_start
 from runtime import checkpoint, storage
@@ -462,7 +462,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     config: dict[str, Any] = {"eos_token_id": None}
     recorded = tokenizer_of_model(source)
     if tokenizer and recorded and recorded.vocabulary:
-        used = Named(tokenizer, Text(tokenizer).vocabulary)
+        used = TokenizerId(tokenizer, Text(tokenizer).vocabulary)
         if problem := difference(recorded, used):
             problem = f"the model's tokenizer is {recorded.name}, not {tokenizer}: {problem}"
             raise UserError(f"{problem}. Name the model's, or a copy of it")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Named
+from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, TokenizerId
 from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
 from runtime import supervise
 from runtime.devices import make_mesh
@@ -299,7 +299,7 @@ def test_the_tokenizer_of_a_mixture(paths, tmp_path):
     first, second, third = map(str, copies)
     assert used(first, second) is None
     name_tokenizer(second, "bytes_utf8")
-    assert used(first, second) == used(second, first) == Named("bytes_utf8")
+    assert used(first, second) == used(second, first) == TokenizerId("bytes_utf8")
     assert used("memory://x.zarr", second).name == "bytes_utf8", "without opening what is remote"
     open_mixture([first, second])
     name_tokenizer(third, "some/other")

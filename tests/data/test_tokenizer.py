@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from data import tokenizer
-from data.flat_tokens import Named, decode
+from data.flat_tokens import TokenizerId, decode
 from shardlib.errors import UserError
 from tests import golden
 
@@ -130,10 +130,11 @@ def test_tokenizers_under_one_name(tmp_path):
     name, recorded = str(tmp_path / "x.json"), []
     for texts, special in (["two"], SPECIAL), (["two"], ["<a>", *SPECIAL[1:]]), (["sum"], SPECIAL):
         trained_tokenizer(texts * 3, special).save(name)
-        recorded.append(Named(name, tokenizer.Tokenizer(name).vocabulary))
+        recorded.append(TokenizerId(name, tokenizer.Tokenizer(name).vocabulary))
     first, renamed, last = recorded
     assert renamed == first
-    assert not tokenizer.difference(first, first) and not tokenizer.difference(first, Named(name))
+    assert not tokenizer.difference(first, first)
+    assert not tokenizer.difference(first, TokenizerId(name))
     assert f"{name} has changed since" in tokenizer.difference(first, last)
     tokenizer.Tokenizer(name).check_unchanged(last)
     with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
@@ -148,7 +149,7 @@ def test_tokenizers_of_the_same_words_that_split_text_differently(part, value, t
     (known["model"] if part == "merges" else known)[part] = value
     other.write_text(json.dumps(known))
     names = str(file), str(other)
-    recorded, changed = (Named(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
+    recorded, changed = (TokenizerId(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
     assert tokenizer.difference(recorded, changed) == "they split the same text differently"
     file.write_text(other.read_text())
     with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
@@ -162,10 +163,10 @@ def test_an_added_token_makes_no_other_tokenizer(tmp_path):
     inner.add_tokens(["sum", "  ", "don't"])
     inner.save(str(tmp_path / "more.json"))
     names = str(tmp_path / "x.json"), str(tmp_path / "more.json")
-    one, other = (Named(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
+    one, other = (TokenizerId(x, tokenizer.Tokenizer(x).vocabulary) for x in names)
     assert not tokenizer.difference(one, other)
     words = tokenizer.digest(sorted(tokenizer.Tokenizer(names[0]).words().items()))
-    earlier = Named(names[0], words)  # as earlier versions recorded it
+    earlier = TokenizerId(names[0], words)  # as earlier versions recorded it
     assert not tokenizer.difference(earlier, other)
     tokenizer.Tokenizer(names[0]).check_unchanged(earlier)
 
@@ -175,7 +176,7 @@ def test_a_tokenizer_may_lack_ids_for_other_texts(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.save(name := str(tmp_path / "x.json"))
     opened = tokenizer.Tokenizer(name)
-    opened.check_unchanged(Named(name, opened.vocabulary))
+    opened.check_unchanged(TokenizerId(name, opened.vocabulary))
     (ids,) = tokenized(opened, ["GATT"])
     assert ids.tolist() == [2, 0, 3, 3]
 

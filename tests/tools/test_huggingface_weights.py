@@ -809,7 +809,9 @@ def test_tokens_that_a_runs_dataset_adds_are_exported(of_words, tmp_path, run, m
     more = transformers.PreTrainedTokenizerFast.from_pretrained(of_words / "words")
     more.add_special_tokens({"eos_token": "<|im_end|>"})
     more.save_pretrained(tmp_path / "more")
-    monkeypatch.setattr(tool, "tokenizer_of_model", lambda _: tool.Named(str(tmp_path / "more")))
+    monkeypatch.setattr(
+        tool, "tokenizer_of_model", lambda _: tool.TokenizerId(str(tmp_path / "more"))
+    )
     assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
     assert config_in(tmp_path / "again")["eos_token_id"] == more.eos_token_id
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
@@ -835,7 +837,7 @@ def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):
 
 def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, run, monkeypatch):
     path = save_trained(tmp_path / "bytes", "model.vocab=320", "model.start_token=0")
-    monkeypatch.setattr(tool, "tokenizer_of_model", lambda _: tool.Named("bytes_utf8"))
+    monkeypatch.setattr(tool, "tokenizer_of_model", lambda _: tool.TokenizerId("bytes_utf8"))
     for number, more in enumerate([[], ["--tokenizer=bytes_utf8"]]):
         out, message = run("export", path, tmp_path / f"hf{number}", *more)
         assert not message and "ids are bytes plus 1, a text starts with the id 0" in out

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 
 import train
 from data import flat_tokens
-from data.flat_tokens import Named
+from data.flat_tokens import TokenizerId
 from data.sources import kept_by_import, tokenizer_of_model
 from data.tokenizer import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
@@ -126,7 +126,7 @@ class Model:
     def tokenizer(self, named: str | None) -> Text:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
         checkpoint = self.checkpoints.newest
-        if not (recorded := Named(named) if named else tokenizer_of_model(checkpoint)):
+        if not (recorded := TokenizerId(named) if named else tokenizer_of_model(checkpoint)):
             problem = (
                 "no tokenizer is known: the checkpoint, or a dataset on this machine, names none"
             )
