@@ -95,7 +95,7 @@ def check_one_split(path: str, files: list[str]) -> None:
 
 class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
-    from it as from FlatTokens, with the same attributes.
+    from it as from FlatTokens, by attributes that both have.
 
     Raises FlatTokensError for a file that can't be read or is malformed. No file records its
     largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.

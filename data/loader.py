@@ -157,9 +157,10 @@ class TokenBatch:
 
     def note_of_padding(self) -> str:
         """Returns a line on the share of padding, or ""."""
-        share = 1 - float(self.loss_mask.mean())
-        note = f"note: {share:.1%} of the batch is padding, which counts in tokens/s and MFU"
-        return note if share else ""
+        if self.loss_mask.all():  # exact, unlike a mean
+            return ""
+        share = 1 - self.loss_mask.mean()
+        return f"note: {share:.1%} of the batch is padding, which counts in tokens/s and MFU"
 
 
 @typechecked
